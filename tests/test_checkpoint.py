@@ -223,7 +223,7 @@ def test_an_interrupted_save_leaves_the_old_checkpoint_readable(saved: Path, mon
                 (os, "fsync"),
                 (os, "chmod"),
                 (atomic.shutil, "rmtree"),
-                (atomic, "_write_synced"),
+                (Path, "write_bytes"),
             ):
                 patch.setattr(owner, name, maybe_crash(getattr(owner, name)))
             crashed = False

@@ -21,7 +21,7 @@ import pytest
 import torch
 from PIL import Image
 
-from slimbayes.data import archives, as_split, available, check, csv_rows, load, uci
+from slimbayes.data import archives, as_split, available, check, load, table_files, uci
 from slimbayes.data.catalog import SOURCES
 from slimbayes.data.dataset import Dataset, Split
 from slimbayes.data.folders import ImageFolder
@@ -420,6 +420,9 @@ def test_idx(tmp_path: Path, rng: np.random.Generator, name: str, dot: str, gz: 
     same(data.train, truth["train"][0][:, None], truth["train"][1])
     same(data.test, truth["t10k"][0][:, None], truth["t10k"][1])
     assert len(data.classes) == 10 and available(tmp_path) == {name: ["train", "test"]}
+    (folder / f"t10k-labels{dot}idx1-ubyte{gz}").unlink()
+    with pytest.raises(FileNotFoundError, match="t10k-labels.* is missing, though other files of the set are there"):
+        load(name, tmp_path)
 
 
 @pytest.mark.parametrize("gz", ["", ".gz"])
@@ -707,10 +710,11 @@ def test_uci_broken(tmp_path: Path) -> None:
         ("a,y\n1,2\n3,nan\n", r"yacht.csv, line 3, column 'y': 'nan' is not a finite number"),
         ("a,y\n1,2\n,4\n", r"line 3, column 'a': '' is not a finite number"),
         ("a,y\n1,2,3\n", "line 2: 3 cells, but there are 2 column names"),
-        ("a,y\n", "must have a line of two or more column names"),
-        ("", "must have a line"),
-        ("a,y\n1,2\n\n3,1e39\n", r"line 4, column 'y': '1e39' is too large for float32"),
-        ("a,y\n1,2\n3,\udcff4\n", r"yacht.csv, line 3, column 'y': .*udcff4' is not a finite number"),
+        ("a,y\n", "has no rows below its line of column names"),
+        ("a\n1\n", "must have a line of two or more column names"),
+        ("", "is empty"),
+        ("a,y\n1,2\n\n3,1e39\n", r"line 4, column 'y': '1e39' is infinite, or too large for float32"),
+        ("a,y\n1,2\n3,\udcff4\n", r"yacht.csv, line 3, column 'y': .*udcff4' is not a number"),
         ('a,y\n1,2\n3,"4\n', r"yacht.csv, line 3: unexpected end of data"),
         ("a,y\n1,2\n3," + "4" * 140_000, r"yacht.csv, line 3: field larger than field limit"),
     ):
@@ -724,12 +728,12 @@ def test_a_table_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     np.savetxt(tmp_path / "yacht.csv", values, delimiter=",", fmt="%.9g", header="a,b,y", comments="\ufeff")
     blocks = []
     for cells in (1, 30, 1 << 16):
-        monkeypatch.setattr(csv_rows, "_CELLS", cells)
+        monkeypatch.setattr(table_files, "_CELLS", cells)
         found = load("uci/yacht", tmp_path)
         rows = found.splits["all"]
         assert isinstance(rows, Split) and found.columns == ("a", "b")
         assert torch.cat([rows.x, rows.y], 1).numpy().tobytes() == values.tobytes()
-        blocks.append(len(list(csv_rows.number_blocks(tmp_path / "yacht.csv", ["a", "b", "y"], named=True))))
+        blocks.append(len(list(table_files.number_blocks(tmp_path / "yacht.csv"))))
     assert blocks == [107, 11, 1]
 
 

@@ -86,19 +86,17 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(
     """Writes fail with ENOSPC from the fourth checkpoint on."""
     import errno
 
-    from slimbayes import files as atomic
-
-    real, count = atomic._write_synced, 0
+    real, count = Path.write_bytes, 0
 
     def write(file: Path, data: bytes) -> None:
         nonlocal count
         count += "checkpoints" in file.parts
         if count > 3 * 3:
-            file.write_bytes(data[: limit_kb * 10])
+            real(file, data[: limit_kb * 10])
             raise OSError(errno.ENOSPC, "No space left on device")
         real(file, data)
 
-    monkeypatch.setattr(atomic, "_write_synced", write)
+    monkeypatch.setattr(Path, "write_bytes", write)
     with pytest.raises(RunError, match="No space left on device"):
         fit(experiment(), tmp_path / "run", EVERY_STEP)
     monkeypatch.undo()

@@ -16,7 +16,7 @@ from lab_configs import CPU
 from typer.testing import CliRunner
 
 import slimbayes as sb
-from slimbayes.data.table_files import Frame, frame_of, frames, look
+from slimbayes.data.table_files import frame_of, frames, look
 from slimbayes.lab.command import app
 from slimbayes.lab.config import Data
 from slimbayes.lab.config_files import ConfigError, merged, validate
@@ -84,17 +84,17 @@ def columns(file: Path) -> dict[str, list[str]]:
 def test_what_columns_hold(tmp_path: Path) -> None:
     rows = [["1", "red", "2024-01-03", "", "1,5"], ["2", "", "2024-1-04 10:00", "?", "x"]]
     found = look(write(tmp_path / "a.csv", ["n", "w", "d", "gone", "mix"], rows, ";"))
-    assert [(c.name, c.kind, c.missing) for c in found.columns] == [
+    assert [(c.name, c.kind, c.missing) for c in found.columns.values()] == [
         ("n", "number", 0), ("w", "word", 1), ("d", "date", 0), ("gone", "number", 2), ("mix", "word", 0),
     ]  # fmt: skip
-    assert found.rows == 2 and found.header and found.column("n").whole
+    assert found.rows == 2 and found.header and found.columns["n"].whole
     (block,) = frames(found.file, {"w": "word", "n": "number"})
     assert block["w"].tolist() == ["red", None] and block["n"].tolist() == [1.0, 2.0]
 
 
 def test_a_first_line_of_numbers_is_a_row(tmp_path: Path) -> None:
     found = look(write(tmp_path / "a.csv", [], [[1, 2], [3, 4]]))
-    assert found.names == ("1", "2") and found.rows == 2 and not found.header
+    assert list(found.columns) == ["1", "2"] and found.rows == 2 and not found.header
     mixed = write(tmp_path / "b.csv", [], [[1, "red"], [3, "blue"]])
     with pytest.raises(ValueError, match="header: true"):
         look(mixed)
@@ -153,7 +153,7 @@ def test_what_was_learnt_about_a_table_survives_json(scaling: Any, missing: Any)
     words = np.array(["a", "b", None] if missing == "impute" else ["a", "b", "c"], dtype=object)[
         draw.integers(0, 3, 90)
     ]
-    frame = Frame({"p": x[:, 0], "q": x[:, 1], "w": words, "r": x[:, 2]})
+    frame = {"p": x[:, 0], "q": x[:, 1], "w": words, "r": x[:, 2]}
     table = Table(["w"], missing)
     found = Preparation.learnt(table, scaling, table.fit(frame))
     again = Preparation.from_facts(json.loads(json.dumps(found.facts())))

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 import yaml
 from lab_configs import CPU, ONCE, call, experiment, mine, regression
 
-from slimbayes.data import csv_rows
+from slimbayes.data import table_files
 from slimbayes.lab import predict_input
 from slimbayes.lab.config import Data
 from slimbayes.lab.fit import fit
@@ -100,6 +101,19 @@ def test_a_blank_line_is_no_row(tmp_path: Path) -> None:
         assert read_rows(tmp_path / "x.csv").tolist() == [[1.0, 2.0]]
 
 
+def test_cells_that_are_missing_or_infinite_go_where_a_network_knows_them(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("a;b\n1;nan\n-inf;\n")
+    (rows,) = row_blocks(tmp_path / "x.csv", ("b", "a"), allow_nonfinite=True)
+    assert np.array_equal(rows, [[np.nan, 1], [np.nan, -np.inf]], equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.npy", "x.npz", "x.png"])
+def test_pipes_are_not_waited_for(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises((OSError, ValueError), match="a pipe"):
+        read_rows(tmp_path / name)
+
+
 @pytest.fixture(scope="module")
 def images_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fit(experiment(train=ONCE), tmp_path_factory.mktemp("run") / "run", CPU)
@@ -161,7 +175,7 @@ def test_pieces_give_what_the_whole_gives(
     np.savez_compressed(tmp_path / "x.npz", x=rows)
     made = []
     for index, (source, cells) in enumerate([("x.csv", 3), ("x.csv", 1 << 16), ("x.npy", 0), ("x.npz", 0)]):
-        monkeypatch.setattr(csv_rows, "_CELLS", cells)
+        monkeypatch.setattr(table_files, "_CELLS", cells)
         monkeypatch.setattr(predict_input, "_BYTES", 100)
         out = tmp_path / f"p{index}.{kind}"
         assert predict_file(run, tmp_path / source, out, 2, "cpu") == 1203
@@ -209,14 +223,15 @@ def test_a_wrong_last_row_leaves_what_was_there(run: Path, tmp_path: Path) -> No
     out = tmp_path / "p.csv"
     out.write_text("before")
     told = predicted(run, tmp_path, "1,2,3\n" * 2000 + "1,x,3\n")
-    assert "line 2001, cell 2: 'x' is not a finite number" in told and out.read_text() == "before"
+    assert "line 2001, column '2': 'x' is not a number" in told and out.read_text() == "before"
 
 
 @pytest.mark.parametrize(("text", "told"), [
-    (b"length,beam,draught\n1,2,1e39\n", "line 2, column 'draught': '1e39' is too large for float32"),
-    (b"1,2,3\n1,nan,3\n", "line 2, cell 2: 'nan' is not a finite number"),
-    (b"1,2,3\n1,2,-inf\n", "line 2, cell 3: '-inf' is not a finite number"),
-    (b"1,2,3\n1,\xff2,3\n", "line 2, cell 2: '\\\\udcff2' is not a finite number"),
+    (b"length,beam,draught\n1,2,1e39\n", "line 2, column 'draught': '1e39' is infinite, or too large for float32"),
+    (b"1,2,3\n1,nan,3\n", "line 2, column '2': 'nan' is not a finite number"),
+    (b"1,2,3\n1,2,-inf\n", "line 2, column '3': '-inf' is infinite"),
+    (b"1,2,3\n1,\xff2,3\n", "line 2, column '2': '\\udcff2' is not a number"),
+    (b"1,2,3\n1,1_0,3\n", "line 2, column '2': '1_0' is not a number"),
     (b"1,2,3\n1,2,3,4\n", "line 2: 4 cells, but there are 3"),
     (b"1,2,3\n4,5," + b"6" * 200_000 + b"\n", "line 2: field larger than field limit"),
     (b"1,2,3\n4,5,\"6\n", "line 2"),

@@ -23,7 +23,7 @@ from slimbayes.lab.fit import fit
 from slimbayes.lab.own_config import OwnCodeError, code_allowed
 from slimbayes.lab.predict_file import as_columns, read_predictor
 from slimbayes.lab.run_folder import RunError
-from slimbayes.lab.serve_model import Checked, RunModel, _array, open_model
+from slimbayes.lab.serve_model import RunModel, Served, _array, open_model
 
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
@@ -35,18 +35,18 @@ from slimbayes.lab.serve import Busy, Limits, Queue, build_app, serve
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Using `httpx`")
 
 
-class Doubles:
+class Doubles(Served):
     """A model that doubles its rows, slowly if asked, and fails at thirteen."""
 
-    row, draws, columns = (2,), 3, {}
+    row, draws = (2,), 3
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.batches = seconds, []
 
-    def check(self, rows: np.ndarray) -> Checked:
+    def check(self, rows: Any) -> tuple[np.ndarray, tuple[str, ...]]:
         if rows.shape[1:] != self.row or not np.isfinite(rows).all():
             raise ValueError(f"rows: finite rows of shape {self.row} are needed.")
-        return Checked(rows)
+        return rows, ()
 
     def predict(self, rows: np.ndarray, draws: int, level: float | None) -> dict[str, list[Any]]:
         self.batches.append((len(rows), draws))
@@ -140,7 +140,7 @@ def stream(columns: dict[str, Any], **options: Any) -> bytes:
 class Adds(Doubles):
     """Takes columns a and b by name."""
 
-    def check(self, rows: Any) -> np.ndarray:
+    def check(self, rows: Any) -> tuple[np.ndarray, tuple[str, ...]]:
         return super().check(_array(rows, ("a", "b")))
 
 
@@ -155,7 +155,7 @@ def test_arrow_goes_in_and_out() -> None:
         assert server.post("/predict", json={"rows": [{"b": 1, "a": 3}]}).json()["predictions"]["mean"] == [6.0]
     listed = stream({"x": arrow.array([[1.0, 5.0], [2.0, 5.0]], arrow.list_(arrow.float32(), 2))})
     with client() as server, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Doubles, "check", lambda self, rows: Checked(_array(rows, ())))
+        patch.setattr(Doubles, "check", lambda self, rows: (_array(rows, ()), ()))
         got = server.post("/predict", content=listed, headers={"content-type": STREAM})
         assert got.json()["predictions"]["mean"] == [2.0, 4.0]
 

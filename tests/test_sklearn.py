@@ -208,6 +208,11 @@ def test_cells_that_cannot_be_read_are_named(column: str, value: Any, told: str)
         model.predict(spoilt(column, value))
 
 
+def test_categories_of_several_types_are_refused() -> None:
+    with pytest.raises(TypeError, match="Column 'colour' holds categories of several types: int, str"):
+        BayesClassifier(**SEEDED).fit(spoilt("colour", 7), colours(frame()))
+
+
 def test_columns_must_be_those_of_training() -> None:
     table = frame()
     model = BayesClassifier(**SEEDED | {"epochs": 1}).fit(table, colours(table))

@@ -46,14 +46,6 @@ def replacing(file: Path) -> Iterator[Path]:
     """Replace a file at once by what the block writes to the path it gets; an error leaves what was there.
 
     An OSError, such as a full disk, comes out with the file's name.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with replacing(Path(folder, "note")) as draft:
-        ...         _ = draft.write_text("done")
-        ...     Path(folder, "note").read_text(), [p.name for p in Path(folder).iterdir()]
-        ('done', ['note'])
     """
     sweep(file.parent)
     draft = _draft(file)
@@ -68,17 +60,9 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def write_bytes(file: Path, data: bytes) -> None:
-    """Replace a file at once: whoever reads it sees the old one or the new one.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_text(Path(folder, "note"), "done")
-        ...     Path(folder, "note").read_text()
-        'done'
-    """
+    """Replace a file at once: whoever reads it sees the old one or the new one."""
     with replacing(file) as draft:
-        _write_synced(draft, data)
+        draft.write_bytes(data)
 
 
 def write_text(file: Path, text: str) -> None:
@@ -115,7 +99,8 @@ def write_folder(path: Path, files: Mapping[str, bytes]) -> Path:
     try:
         draft.mkdir()
         for name, data in {**files, "manifest.json": manifest}.items():
-            _write_synced(draft / name, data)
+            (draft / name).write_bytes(data)
+            sync(draft / name)
         sync(draft)
         os.chmod(draft, 0o755)
         _replace_folder(draft, path)
@@ -176,17 +161,10 @@ def _replace_folder(draft: Path, path: Path) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def _write_synced(file: Path, data: bytes) -> None:
-    with open(file, "wb") as handle:
-        handle.write(data)
-        handle.flush()
-        os.fsync(handle.fileno())
-
-
 def _named(error: OSError, draft: Path, path: Path) -> OSError:
     """The error with the name of what could not be written, not that of its draft; a full disk names nothing itself."""
     about_it = error.filename is None or str(error.filename).startswith(str(draft))
-    return OSError(error.errno, error.strerror or str(error), str(path)) if about_it else error
+    return OSError(error.errno, error.strerror, str(path)) if about_it and error.errno is not None else error
 
 
 # --- drafts, and what is left of them ---
@@ -194,16 +172,7 @@ def _named(error: OSError, draft: Path, path: Path) -> OSError:
 
 def sweep(folder: Path) -> None:
     """Remove the drafts of processes that were killed: those of this machine whose process is gone, and others that
-    nobody has touched for twelve hours. Drafts of processes that are alive stay.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     Path(folder, f".note.draft-{_machine()}-99999999-00000000").touch()
-        ...     sweep(Path(folder))
-        ...     list(Path(folder).iterdir())
-        []
-    """
+    nobody has touched for twelve hours. Drafts of processes that are alive stay."""
     with suppress(OSError), os.scandir(folder) as entries:
         left = [Path(e.path) for e in entries if e.name[0] == "." and _is_left(e)]
         for path in left:

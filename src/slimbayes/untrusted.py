@@ -36,18 +36,15 @@ def read_file(path: Path, limit: float = LIMIT) -> bytes:
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     with os.fdopen(handle, "rb") as file:
         opened = os.fstat(handle)  # names can be swapped meanwhile
-        _check_regular(path, opened.st_mode)
+        check_regular(path, opened.st_mode)
         if opened.st_size > limit:
             raise OSError(errno.EFBIG, f"it has more than the {limit:,} bytes that such a file may have", str(path))
         return file.read(opened.st_size)
 
 
-def check_regular(path: Path) -> None:
+def check_regular(path: Path, mode: int | None = None) -> None:
     """Refuse pipes, devices, sockets and folders with an OSError: opening one could wait for ever, or act."""
-    _check_regular(path, os.stat(path).st_mode)
-
-
-def _check_regular(path: Path, mode: int) -> None:
+    mode = os.stat(path).st_mode if mode is None else mode
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))

@@ -29,12 +29,7 @@ _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedErro
 
 
 def require(module: str) -> Any:
-    """A package that only some formats need.
-
-    Example:
-        >>> require("math").sqrt(4.0)
-        2.0
-    """
+    """A package that only some formats need."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -51,8 +46,6 @@ def checked_zip(path: Path, content: IO[bytes] | None = None) -> Iterator[zipfil
             check_regular(path)
         archive = zipfile.ZipFile(content or path)
     except _BROKEN as error:
-        if isinstance(error, FileNotFoundError):
-            raise
         raise ValueError(f"{path} is not a readable zip file: {error}") from error
     with archive:
         _check_entries(path, archive)
@@ -96,20 +89,20 @@ def read_npz(path: Path, *names: str, content: IO[bytes] | None = None) -> dict[
         return {name: _array(path, name, read_entry(path, archive, f"{name}.npy")) for name in names or sorted(here)}
 
 
-def _header(place: str, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
+def npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
     """Shape, order and dtype of an .npy file."""
     npy = np.lib.format
-    try:
-        first = npy.read_magic(stream) == (1, 0)
-        return npy.read_array_header_1_0(stream) if first else npy.read_array_header_2_0(stream)
-    except ValueError as error:
-        raise ValueError(f"{place} is not an .npy array: {error}") from error
+    first = npy.read_magic(stream) == (1, 0)
+    return npy.read_array_header_1_0(stream) if first else npy.read_array_header_2_0(stream)
 
 
 def _array(path: Path, name: str, content: bytes) -> Any:
     """An array from the bytes of an .npy file whose length is what its header says."""
     stream, place = io.BytesIO(content), f"{path}: entry {name!r}"
-    shape, fortran, dtype = _header(place, stream)
+    try:
+        shape, fortran, dtype = npy_header(stream)
+    except ValueError as error:
+        raise ValueError(f"{place} is not an .npy array: {error}") from error
     if dtype.hasobject:
         raise ValueError(f"{place} holds pickled Python objects (dtype {dtype}); only plain numbers and text are read.")
     have, need = len(content) - stream.tell(), math.prod(shape) * dtype.itemsize
@@ -127,8 +120,6 @@ def map_npy(path: Path, shape: tuple[int | None, ...], kinds: str) -> Any:
     try:
         check_regular(path)
         array = np.lib.format.open_memmap(path, mode="c")
-    except FileNotFoundError:
-        raise
     except (ValueError, OSError, EOFError) as error:
         raise ValueError(f"{path} is not a plain .npy array, or it is cut short: {error}") from error
     fits = array.ndim == len(shape) and all(want in (None, got) for got, want in zip(array.shape, shape))
@@ -165,8 +156,6 @@ def read_xz(path: Path) -> bytes:
     unpacker = lzma.LZMADecompressor(memlimit=LIMIT)
     try:
         content = unpacker.decompress(read_file(path, LIMIT), LIMIT + 1)
-    except FileNotFoundError:
-        raise
     except (OSError, lzma.LZMAError) as error:
         raise ValueError(f"{path} is not a readable .xz file: {error}") from error
     if not unpacker.eof:

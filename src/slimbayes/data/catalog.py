@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slimbayes.data.dataset import Dataset, Found, Split
-from slimbayes.data.sources import SOURCES, find, root_folder, source_of
+from slimbayes.data.sources import SOURCES, find, root_folder
 from slimbayes.data.stays import mortality
 from slimbayes.files import replacing
 
@@ -52,8 +52,7 @@ def load(
         ...
         FileNotFoundError: No mnist: looked in /nowhere/mnist, /nowhere/MNIST/raw for ...
     """
-    folder = root_folder(root)
-    found = find(source_of(name), folder)
+    folder, found = root_folder(root), find(name, root)
     if isinstance(splits, str):
         raise TypeError(f"splits must be a list of names, got the text {splits!r}: write [{splits!r}].")
     names = list(found.splits) if splits is None else splits
@@ -87,7 +86,7 @@ def load_bags(
         ...
         FileNotFoundError: No physionet2012: looked in /nowhere/physionet2012 for ...
     """
-    found = find(source_of(name), root_folder(root))
+    found = find(name, root)
     if found.stays is None:
         raise ValueError(f"{name} is no set of health records: there is nothing in it to put into bags.")
     data = mortality(found.stays(), None, precision, aggregate_older_than, count, tokens_per_bag)
@@ -113,8 +112,8 @@ def prepare(
         ...     folder.relative_to(root).as_posix(), load("uci/yacht", root).splits["all"].x.tolist()
         ('.slimbayes-cache/uci/yacht', [[1.0], [3.0]])
     """
-    folder = root_folder(root)
-    found, target = find(source_of(name), folder), _cache_folder(name, folder, out)
+    folder, found = root_folder(root), find(name, root)
+    target = _cache_folder(name, folder, out)
     if not (files := found.files()):
         raise ValueError(f"{name} is a folder of images of many sizes, decoded one by one, and is not kept as arrays.")
     try:
@@ -139,9 +138,9 @@ def available(root: Path | str | None = None) -> dict[str, list[str]]:
         {}
     """
     here, folder = {}, root_folder(root)
-    for name, source in SOURCES.items():
+    for name in SOURCES:
         try:
-            here[name] = list(find(source, folder).splits)
+            here[name] = list(find(name, folder).splits)
         except FileNotFoundError:
             continue
         except (ValueError, OSError) as error:
@@ -164,17 +163,9 @@ class Facts:
 
 
 def inspect(name: str, root: Path | str | None = None) -> Facts:
-    """Read all files of a set, never its cache, and compare it with what was published; image folders are counted.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as root:
-        ...     _ = Path(root, "yacht.csv").write_text("length,drag\\n1.0,2.0\\n3.0,4.0\\n")
-        ...     inspect("uci/yacht", root).differences
-        ['uci/yacht all: 2 rows, published are 308.']
-    """
-    source, folder = source_of(name), root_folder(root)
-    found = find(source, folder)
+    """Read all files of a set, never its cache, and compare it with what was published; image folders are counted."""
+    folder, found = root_folder(root), find(name, root)
+    source = SOURCES[name]
     facts = Facts(name, {}, {}, {_shown(file, folder): _sha256(file) for file in found.files()}, [])
     for split, read in found.splits.items():  # one in memory at a time
         y = (rows := read()).y
@@ -242,8 +233,7 @@ def _write_cache(folder: Path, name: str, found: Found, root: Path, progress: Pr
     for number, (split, read_split) in enumerate(found.splits.items()):
         progress(number, len(found.splits), split)
         rows = read_split()
-        if not isinstance(rows, Split):
-            raise TypeError(f"The split {split} is decoded image by image: there are no arrays to keep.")
+        assert isinstance(rows, Split)  # image folders have no files to compare
         target = _cache_file(folder, split)
         try:
             with replacing(target) as draft:

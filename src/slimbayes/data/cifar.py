@@ -36,7 +36,7 @@ def binary100(folder: Path) -> Found | None:
     files = {split: [folder / f"{split}.bin"] for split in _BATCHES}
     names = folder / "fine_label_names.txt"
     classes = tuple(names.read_text().split()) if names.is_file() else _UNNAMED
-    return _joined(files, partial(_read_records, header=2, classes=len(classes)), classes, names)
+    return Found.of_files(partial(_read_records, header=2, classes=len(classes)), files, classes, names)
 
 
 def cifar10(folder: Path, binary: bool) -> Found | None:
@@ -44,7 +44,7 @@ def cifar10(folder: Path, binary: bool) -> Found | None:
     end = ".bin" if binary else ""
     files = {split: [folder / f"{name}{end}" for name in names] for split, names in _BATCHES.items()}
     read = partial(_read_records, header=1) if binary else partial(_read_batch, key="labels")
-    return _joined(files, partial(read, classes=10), CIFAR10_CLASSES)
+    return Found.of_files(partial(_joined, read=partial(read, classes=10)), files, CIFAR10_CLASSES)
 
 
 def python100(folder: Path) -> Found | None:
@@ -55,24 +55,12 @@ def python100(folder: Path) -> Found | None:
         if not isinstance(names, list) or not all(isinstance(name, bytes | str) for name in names):
             raise ValueError(f"{meta} must hold the list 'fine_label_names'.")
         classes = tuple(name.decode("utf8") if isinstance(name, bytes) else name for name in names)
-    return _joined(files, partial(_read_batch, key="fine_labels", classes=len(classes)), classes, meta)
+    return Found.of_files(partial(_read_batch, key="fine_labels", classes=len(classes)), files, classes, meta)
 
 
-def _joined(
-    files: dict[str, list[Path]], read: Callable[[Path], Split], classes: tuple[str, ...], *more: Path
-) -> Found | None:
-    """Splits of several files each; `more` are files of class names."""
-
-    def join(paths: list[Path]) -> Split:
-        if missing := next((path for path in paths if not path.is_file()), None):
-            raise FileNotFoundError(f"{missing} is missing, though other files of the set are there.")
-        splits = [read(path) for path in paths]
-        return Split(torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits]))
-
-    files = {split: paths for split, paths in files.items() if any(path.is_file() for path in paths)}
-    here = [path for path in (*chain(*files.values()), *more) if path.is_file()]
-    splits = {split: partial(join, paths) for split, paths in files.items()}
-    return Found(splits, classes, files=lambda: here) if splits else None
+def _joined(*paths: Path, read: Callable[[Path], Split]) -> Split:
+    splits = [read(path) for path in paths]
+    return Split(torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits]))
 
 
 def _read_records(path: Path, header: int, classes: int) -> Split:
@@ -156,27 +144,16 @@ def _sheet(piece: Path, name: str, content: bytes) -> Tensor:
 # looked up. numpy's own functions would not do: a state they trust can make it take numbers for addresses.
 
 
-class _Dtype:
-    """Stands for numpy.dtype: the type's code, as "u1"."""
+class _Noted:
+    """Stands for numpy.dtype and numpy.ndarray: what they would be made of."""
 
-    def __init__(self, code: Any = None, *rest: Any) -> None:
-        self.code = code.decode("latin1") if isinstance(code, bytes) else code
-
-    def __setstate__(self, state: Any) -> None:
-        pass  # byte order and alignment mean nothing for single bytes
-
-
-class _Array:
-    """Stands for numpy.ndarray: shape, type, order and content as numpy would be told them."""
+    state: Any = ()
 
     def __init__(self, *arguments: Any) -> None:
-        self.shape: Any = None
-        self.code: Any = None
-        self.fortran, self.content = False, None
+        self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
-        _, self.shape, dtype, self.fortran, self.content = state
-        self.code = dtype.code if isinstance(dtype, _Dtype) else None
+        self.state = state
 
 
 class _Bytes(bytes):
@@ -193,10 +170,10 @@ class _Bytes(bytes):
 
 
 _STAND_INS: dict[tuple[str, str], Any] = {
-    ("numpy.core.multiarray", "_reconstruct"): _Array,
-    ("numpy._core.multiarray", "_reconstruct"): _Array,
-    ("numpy", "ndarray"): _Array,
-    ("numpy", "dtype"): _Dtype,
+    ("numpy.core.multiarray", "_reconstruct"): _Noted,
+    ("numpy._core.multiarray", "_reconstruct"): _Noted,
+    ("numpy", "ndarray"): _Noted,
+    ("numpy", "dtype"): _Noted,
     ("_codecs", "encode"): _Bytes,
 }
 
@@ -222,16 +199,20 @@ def read_cifar_pickle(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a dictionary, got {type(content).__name__}.")
     named = {key.decode("latin1") if isinstance(key, bytes) else str(key): value for key, value in content.items()}
-    return {k: _tensor(f"{path}: {k!r}", v) if isinstance(v, _Array) else v for k, v in named.items()}
+    return {k: _tensor(f"{path}: {k!r}", v) if isinstance(v, _Noted) else v for k, v in named.items()}
 
 
-def _tensor(place: str, array: _Array) -> Tensor:
-    raw, shape = array.content, array.shape
+def _tensor(place: str, array: _Noted) -> Tensor:
+    try:
+        _, shape, dtype, fortran, raw = array.state
+        code, *_ = dtype.arguments
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{place} is not an array of bytes.") from error
     if not isinstance(raw, bytes) or not isinstance(shape, tuple):
         raise ValueError(f"{place} is not an array of bytes.")
-    if array.code not in ("u1", "|u1") or not all(type(n) is int and n > 0 for n in shape):
-        raise ValueError(f"{place} must be an array of unsigned bytes, got {array.code!r} of shape {shape}.")
+    if code not in ("u1", "|u1", b"u1", b"|u1") or not all(type(n) is int and n > 0 for n in shape):
+        raise ValueError(f"{place} must be an array of unsigned bytes, got {code!r} of shape {shape}.")
     if math.prod(shape) != len(raw):
         raise ValueError(f"{place} has {len(raw):,} bytes where its shape {shape} needs {math.prod(shape):,}.")
     flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    return flat.reshape(shape[::-1]).permute(*reversed(range(len(shape)))) if array.fortran else flat.reshape(shape)
+    return flat.reshape(shape[::-1]).permute(*reversed(range(len(shape)))) if fortran else flat.reshape(shape)

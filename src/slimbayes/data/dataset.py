@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -108,14 +110,25 @@ class Found:
     columns: Callable[[], tuple[str, ...]] = tuple
     stays: Callable[[], Stays] | None = None  # of health records, before they are bags
 
+    @classmethod
+    def of_files(
+        cls, read: Callable[..., Split], files: Mapping[str, Sequence[Path]], classes: tuple[str, ...], *more: Path
+    ) -> Self | None:
+        """Splits that `read` makes of some files each: if one of them is there, all must be. `more` are files that
+        classes were read from."""
+
+        def whole(paths: Sequence[Path]) -> Split:
+            if missing := next((path for path in paths if not path.is_file()), None):
+                raise FileNotFoundError(f"{missing} is missing, though other files of the set are there.")
+            return read(*paths)
+
+        splits = {s: partial(whole, paths) for s, paths in files.items() if any(path.is_file() for path in paths)}
+        here = [path for path in (*chain(*files.values()), *more) if path.is_file()]
+        return cls(splits, classes, files=lambda: here) if splits else None
+
 
 def labels(values: Any, classes: int, file: Path, first: int = 0) -> Tensor:
-    """Labels (N,) as int64, from numbers that count from `first`; another one is an error that names file and record.
-
-    Example:
-        >>> labels(torch.tensor([0, 9], dtype=torch.uint8), 10, Path("t10k-labels"))
-        tensor([0, 9])
-    """
+    """Labels (N,) as int64, from numbers that count from `first`; any other is an error that names file and record."""
     if values.ndim != 1 or (not isinstance(values, Tensor) and values.dtype.kind not in "ui"):
         got = f"{values.dtype} of shape {tuple(values.shape)}"
         raise ValueError(f"{file}: labels must be whole numbers (n,), got {got}.")

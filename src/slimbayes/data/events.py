@@ -90,14 +90,7 @@ class Events:
 
 
 class EventList:
-    """Events that are read one by one, 28 bytes each.
-
-    Example:
-        >>> beats = EventList()
-        >>> beats.append(0, 0.5, 0, 80.0)
-        >>> beats.events(patients=1, features=("HR",)).value.tolist()
-        [80.0]
-    """
+    """Events that are read one by one, 28 bytes each."""
 
     def __init__(self) -> None:
         self.patient, self.hours, self.feature, self.value = array("q"), array("d"), array("q"), array("f")

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slimbayes.data.archives import require
+from slimbayes.untrusted import check_regular
 
 ENDINGS = (".jpeg", ".jpg", ".png")
 
@@ -121,6 +122,7 @@ def _opened(path: Path) -> Any:
     """A picture of Pillow's in RGB: cropping and shrinking it before it becomes a tensor takes half the time."""
     image = require("PIL.Image")
     try:
+        check_regular(path)
         # ImageNet's files named .JPEG hold a few PNG, and some CMYK pictures.
         with image.open(path, formats=("JPEG", "PNG")) as picture:
             picture.load()  # as it is where it can be: converting would copy it

@@ -5,9 +5,8 @@ Sizes: N images, H x W pixels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +39,8 @@ def idx(folder: Path, classes: tuple[str, ...]) -> Found | None:
         return Split(x[:, None], labels(y, len(classes), numbers))
 
     kinds, prefixes = ("images-idx3-ubyte", "labels-idx1-ubyte"), {"train": "train", "test": "t10k"}
-    return _of_files(read, {s: [file(f"{prefix}-{kind}") for kind in kinds] for s, prefix in prefixes.items()}, classes)
-
-
-def _of_files(
-    read: Callable[..., Split], files: Mapping[str, Sequence[Path]], classes: tuple[str, ...]
-) -> Found | None:
-    """Splits that `read` makes of some files each; those whose files are not all there are left out."""
-    here = {split: paths for split, paths in files.items() if all(path.is_file() for path in paths)}
-    splits = {split: partial(read, *paths) for split, paths in here.items()}
-    return Found(splits, classes, files=lambda: list(chain(*here.values()))) if splits else None
+    files = {split: [file(f"{prefix}-{kind}") for kind in kinds] for split, prefix in prefixes.items()}
+    return Found.of_files(read, files, classes)
 
 
 def cifar_c(folder: Path, classes: int) -> Found | None:
@@ -87,7 +78,7 @@ def cifar10_1(folder: Path) -> Found | None:
 
     kinds, versions = ("data", "labels"), {"test": "v6", "v4": "v4"}
     files = {split: [folder / f"cifar10.1_{v}_{kind}.npy" for kind in kinds] for split, v in versions.items()}
-    return _of_files(read, files, CIFAR10_CLASSES)
+    return Found.of_files(read, files, CIFAR10_CLASSES)
 
 
 def cifar10h(folder: Path, plain: Callable[[], Found]) -> Found | None:
@@ -130,7 +121,7 @@ def _votes(file: Path) -> Tensor:
 
 def svhn(folder: Path) -> Found | None:
     """SVHN, cropped digits: train_32x32.mat, test_32x32.mat and, if it is there, extra_32x32.mat. Needs scipy."""
-    return _of_files(_read_mat, {s: [folder / f"{s}_32x32.mat"] for s in ("train", "test", "extra")}, DIGITS)
+    return Found.of_files(_read_mat, {s: [folder / f"{s}_32x32.mat"] for s in ("train", "test", "extra")}, DIGITS)
 
 
 def _read_mat(path: Path) -> Split:

@@ -31,12 +31,7 @@ _QUARTERS = (("train", 0), ("train", 1), ("test", 0), ("test", 1))
 
 
 def words(text: str) -> list[str]:
-    """Words of a text.
-
-    Example:
-        >>> words("It's GOOD, isn't it?<br />Yes.")
-        ["it's", 'good', "isn't", 'it', 'br', 'yes']
-    """
+    """Words of a text."""
     return text.lower().translate(_SPACES).split()
 
 

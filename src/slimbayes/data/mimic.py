@@ -160,11 +160,8 @@ class _Reading:
         """An event of every stay whose prediction time it precedes."""
         for stay in stays:
             if (hours := (known - stay.start).total_seconds() / 3600) <= self.hours:
-                self.add_to(stay, hours, feature, value)
-
-    def add_to(self, stay: Admission, hours: float, feature: str, value: float = math.nan) -> None:
-        number = self.features.setdefault(feature, len(self.features))
-        self.events.append(stay.row, hours, number, value)
+                number = self.features.setdefault(feature, len(self.features))
+                self.events.append(stay.row, hours, number, value)
 
     def of(self, patient: str) -> list[Admission]:
         if patient not in self.predicted:
@@ -189,7 +186,7 @@ class _Reading:
                     self.records.append(int(number))
                     self.labels.append(int(died))
                     for name, cell in zip(described, cells):
-                        self.add_to(stay, 0.0, f"{name}={cell}")
+                        self.add([stay], began, f"{name}={cell}")
 
     def read_patients(self) -> None:
         seen = set()
@@ -201,8 +198,8 @@ class _Reading:
                 born = _born(birth)
                 for stay in self.predicted.get(patient, ()):
                     age = (stay.start - born).days / 365.25 if isinstance(born, datetime) else stay.start.year - born
-                    self.add_to(stay, 0.0, f"gender={gender}")
-                    self.add_to(stay, 0.0, "age", min(_OLDEST, age))
+                    self.add([stay], stay.start, f"gender={gender}")
+                    self.add([stay], stay.start, "age", min(_OLDEST, age))
 
     def read_codes(self, table: str, prefix: str) -> None:
         with self.rows(table, "subject_id", "hadm_id", *self.release.code) as rows:
@@ -211,9 +208,8 @@ class _Reading:
                 if admission is None or admission.patient != patient:
                     raise ValueError(f"the table of admissions has no admission {number!r} of patient {patient!r}.")
                 name = "/".join((prefix, *edition, code))  # one code can mean two things in ICD-9 and ICD-10
-                for later in self.of(patient):
-                    if code and admission.discharge <= later.start:
-                        self.add_to(later, (admission.discharge - later.start).total_seconds() / 3600, name)
+                later = [stay for stay in self.of(patient) if code and admission.discharge <= stay.start]
+                self.add(later, admission.discharge, name)
 
     def read_prescriptions(self) -> None:
         with self.rows("prescriptions", "subject_id", self.release.prescribed, "drug") as rows:

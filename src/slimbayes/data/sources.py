@@ -52,7 +52,7 @@ def _health(name: str, url: str, release: mimic.Release, folders: tuple[str, ...
 
 
 def _human(folder: Path) -> Found | None:
-    return images.cifar10h(folder, cache(lambda: find(SOURCES["cifar10"], folder.parent)))
+    return images.cifar10h(folder, cache(lambda: find("cifar10", folder.parent)))
 
 
 _CIFAR10 = [partial(cifar.cifar10, binary=binary) for binary in (True, False)]
@@ -125,12 +125,6 @@ SOURCES = {
 }  # fmt: skip
 
 
-def source_of(name: str) -> Source:
-    if name not in SOURCES:
-        raise ValueError(f"Unknown data set {name!r}; known are {', '.join(SOURCES)}.")
-    return SOURCES[name]
-
-
 def root_folder(root: Path | str | None) -> Path:
     given = root if root is not None else os.environ.get("SLIMBAYES_DATA")
     if not given:
@@ -138,9 +132,12 @@ def root_folder(root: Path | str | None) -> Path:
     return Path(given).expanduser()
 
 
-def find(source: Source, root: Path) -> Found:
-    """What the first reader that knows the files under `root` makes of them."""
-    places = [root / folder for folder in source.folders]
+def find(name: str, root: Path | str | None) -> Found:
+    """What the first reader that knows the files of a set under `root` makes of them."""
+    if name not in SOURCES:
+        raise ValueError(f"Unknown data set {name!r}; known are {', '.join(SOURCES)}.")
+    source = SOURCES[name]
+    places = [root_folder(root) / folder for folder in source.folders]
     for place in places:
         for reader in source.readers:
             if place.is_dir() and (found := reader(place)):

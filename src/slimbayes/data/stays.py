@@ -21,9 +21,9 @@ from typing import IO
 import torch.nn.functional as F
 from torch import Tensor
 
-from slimbayes.data.csv_rows import LINE
 from slimbayes.data.dataset import Dataset, Found, Split
 from slimbayes.data.events import Buckets, Events, bag
+from slimbayes.data.table_files import LINE
 
 CLASSES = ("survived", "died")
 
@@ -114,14 +114,6 @@ def open_rows(file: Path, columns: Sequence[str]) -> Iterator[Iterator[tuple[str
     """The named cells of every line; names are compared without regard to case, other columns are left out.
 
     A ValueError that is raised while the file is open, here or by the caller, gets the file and the line in front.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-        ...     _ = file.write("ID,note,Value\\n7,low,1.5\\n"), file.flush()
-        ...     with open_rows(Path(file.name), ["id", "value"]) as rows:
-        ...         list(rows)
-        [('7', '1.5')]
     """
     with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf8", newline="") as stream:
         lines = csv.reader(_bounded(stream), strict=True)
@@ -150,12 +142,7 @@ def find_table(folder: Path, table: str) -> Path | None:
 
 
 def time_of(cell: str) -> datetime:
-    """A moment.
-
-    Example:
-        >>> time_of("2164-10-23 21:09:00").hour
-        21
-    """
+    """A moment."""
     try:
         if len(cell) == 19:  # fromisoformat alone would also take a bare date or a zone
             return datetime.fromisoformat(cell)
@@ -165,12 +152,7 @@ def time_of(cell: str) -> datetime:
 
 
 def number_of(cell: str) -> float:
-    """A number that float32 can hold; nan for an empty cell.
-
-    Example:
-        >>> number_of("1.5"), number_of("")
-        (1.5, nan)
-    """
+    """A number that float32 can hold; nan for an empty cell."""
     if not cell:
         return math.nan
     try:

@@ -1,13 +1,13 @@
-"""Tables of one's own, .csv or .parquet: what their columns hold, and their rows block by block.
+"""Tables in files, .csv or .parquet: what their columns hold, and their rows block by block, whatever the file's size.
 
-A column holds numbers, words (categories) or dates. Cells that are empty, NA, N/A, NaN, null or ? are missing. Numbers
-have a decimal point or, if that is said, a comma.
+A column holds numbers, words (categories) or dates (cells.py). Every error names the file and the line.
 
-Sizes: n rows of a block.
+Sizes: n rows of a block, P columns.
 """
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from slimbayes.data.csv_rows import (
+from slimbayes.data.cells import (
     MISSING,
+    Allow,
     Decimal,
     Kind,
-    cell_lines,
     check_text,
     decimal_of,
     looks_like_date,
@@ -34,8 +34,11 @@ from slimbayes.untrusted import check_regular
 
 TABLES = (".csv", ".tsv", ".parquet")  # ends of files' names
 MOST_VALUES = 1000  # different ones of a column that are kept
-_ROWS = 1 << 14  # of a block
-Lines = Iterable[tuple[int, Sequence[Any]]]  # numbers of lines (or rows of a parquet file) and their cells
+LINE = 1 << 20  # characters: the longest honest line has a few thousand
+_CELLS = 1 << 14  # of a block
+Lines = Iterator[tuple[int, Sequence[Any]]]  # numbers of lines (or rows of a parquet file) and their cells
+# Columns (n,) by name: numbers, and days of dates, NaN where missing; words as texts, None where missing.
+Frame = Mapping[str, np.ndarray]
 
 
 @dataclass
@@ -93,47 +96,13 @@ class Column:
 
 @dataclass(frozen=True)
 class TableFile:
-    """A file's columns as they were found.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-        ...     _ = file.write("size,colour\\n1,red\\n2.5,\\n"), file.flush()
-        ...     found = look(Path(file.name))
-        >>> found.rows, [(column.name, column.kind, column.missing) for column in found.columns]
-        (2, [('size', 'number', 0), ('colour', 'word', 1)])
-    """
+    """A file's columns as they were found."""
 
     file: Path
     header: bool
     rows: int
-    columns: tuple[Column, ...]
+    columns: Mapping[str, Column]
     decimal: Decimal = "point"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(column.name for column in self.columns)
-
-    def column(self, name: str) -> Column:
-        return self.columns[self.names.index(name)]
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Columns (n,) by name: numbers, and days of dates, in float64, NaN where missing; words as texts, None where
-    missing."""
-
-    data: Mapping[str, np.ndarray]
-
-    @property
-    def columns(self) -> list[str]:
-        return list(self.data)
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self.data[name]
-
-    def __len__(self) -> int:
-        return len(next(iter(self.data.values()), ()))
 
 
 def look(file: Path, header: bool | None = None, decimal: Decimal = "point") -> TableFile:
@@ -144,93 +113,122 @@ def look(file: Path, header: bool | None = None, decimal: Decimal = "point") -> 
             1, 2, ... By default it has if none of its cells is a number, and has not if all are.
         decimal: what parts a number's whole from its fraction.
     """
-    first, names, named, lines = _opened(file, header, decimal)
-    columns, rows = tuple(map(Column, names)), 0
+    names, named, lines = _opened(file, header, decimal)
+    columns, rows = {name: Column(name) for name in names}, 0
     for number, cells in lines:
-        _check_width(file, number, cells, first, named)
         rows += 1
-        for column, cell in zip(columns, cells, strict=True):
+        for column, cell in zip(columns.values(), cells, strict=True):
             column.add(text_of(cell), number, file, decimal_of(cell, decimal))
-    if not rows:
-        raise ValueError(f"{file} has no rows{' below its line of column names' if named else ''}.")
     return TableFile(file, named, rows, columns, decimal)
 
 
 def frames(
-    file: Path, kinds: Mapping[str, Kind], header: bool | None = None, decimal: Decimal = "point"
+    file: Path,
+    kinds: Mapping[str, Kind],
+    header: bool | None = None,
+    decimal: Decimal = "point",
+    allow: Allow = "missing",
 ) -> Iterator[Frame]:
     """The named columns of a table, some rows at a time; others are passed over."""
-    first, names, named, lines = _opened(file, header, decimal)
+    names, _, lines = _opened(file, header, decimal)
     places = {name: names.index(name) for name in kinds}
-    stream = iter(lines)
-    while block := list(islice(stream, _ROWS)):
-        for number, cells in block:
-            _check_width(file, number, cells, first, named)
-        yield Frame(
-            {name: read_column(f"{file}, line", name, kinds[name], block, at, decimal) for name, at in places.items()}
-        )
+    while block := list(islice(lines, max(1, _CELLS // len(names)))):
+        numbers, rows = zip(*block)
+        columns = list(zip(*rows))
+        yield {
+            name: read_column(f"{file}, line", name, kinds[name], columns[at], numbers, decimal, allow)
+            for name, at in places.items()
+        }
+
+
+def number_blocks(
+    file: Path, columns: Sequence[str] | None = None, header: bool | None = None, allow: Allow = "finite"
+) -> Iterator[np.ndarray]:
+    """The named columns, or all, of a table of numbers: float32 (n, P), some rows at a time."""
+    chosen = column_names(file, header) if columns is None else columns
+    for frame in frames(file, dict.fromkeys(chosen, "number"), header, allow=allow):
+        yield np.stack(list(frame.values()), 1).astype(np.float32)
 
 
 def frame_of(values: Mapping[str, Sequence[Any]], kinds: Mapping[str, Kind]) -> Frame:
-    """The named columns of values in memory, read as those of a file.
-
-    >>> frame_of({"size": [1, None], "town": ["north", 7]}, {"size": "number", "town": "word"})["size"]
-    array([ 1., nan])
-    """
-    found = {}
-    for name, kind in kinds.items():
-        found[name] = read_column("row", name, kind, [(i, (value,)) for i, value in enumerate(values[name])], 0)
-    return Frame(found)
+    """The named columns of values in memory, read as those of a file."""
+    return {
+        name: read_column("row", name, kind, values[name], range(len(values[name])), "point", "missing")
+        for name, kind in kinds.items()
+    }
 
 
 def column_names(file: Path, header: bool | None = None, decimal: Decimal = "point") -> tuple[str, ...]:
     """The names of a file's columns."""
-    return _opened(file, header, decimal)[1]
+    return _opened(file, header, decimal)[0]
 
 
 # --- lines ---
 
 
-def _opened(file: Path, header: bool | None, decimal: Decimal) -> tuple[int, tuple[str, ...], bool, Lines]:
-    """A file's number of columns, their names, whether it has them itself, and its rows."""
+def _opened(file: Path, header: bool | None, decimal: Decimal) -> tuple[tuple[str, ...], bool, Lines]:
+    """The names of a file's columns, whether it has them itself, and its rows."""
     if not file.exists():
         raise FileNotFoundError(f"{file} is not there.")
     check_regular(file)
-    if file.suffix.lower() == ".parquet":
-        names, lines = _parquet(file)
-        return len(names), names, True, lines
-    stream = iter(cell_lines(file))
-    number, first = next(stream, (1, []))
+    parquet = file.suffix.lower() == ".parquet"
+    lines = _parquet_lines(file) if parquet else cell_lines(file)
+    number, first = next(lines, (1, []))
     if not first:
-        raise ValueError(f"{file} is empty.")
-    named = _is_header(file, first, decimal) if header is None else header
-    if not named:
-        return len(first), tuple(str(i + 1) for i in range(len(first))), False, chain([(number, first)], stream)
-    first = [name or str(i + 1) for i, name in enumerate(first)]  # one that pandas wrote has an index without a name
-    if odd := next((name for name in first if first.count(name) > 1), None):
-        raise ValueError(f"{file}, line {number}: two columns are called {brief(odd)}.")
-    for name in first:
+        raise ValueError(f"{file} is empty: it has no rows.")
+    named = parquet or (_is_header(file, first, decimal) if header is None else header)
+    names = tuple((named and name) or str(i + 1) for i, name in enumerate(first))  # an index that pandas wrote has none
+    for name in names:
         check_text(f"{file}, line {number}", name, "a column's name")
-    return len(first), tuple(first), True, stream
+    if odd := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{file}, line {number}: two columns are called {brief(odd)}.")
+    rows = lines if named else chain([(number, first)], lines)
+    return names, named, _checked(file, rows, len(names), named)
+
+
+def cell_lines(file: Path) -> Lines:
+    """The cells of every line of a csv that is not empty, without blanks around them, and its number.
+
+    Cells are parted by whichever of comma, semicolon and tab the first line that is not empty has most of.
+    """
+    # Bytes that are no UTF-8 get through as what no number has in it, so that their line can be told.
+    with file.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
+        first = next((line for line in iter(lambda: stream.readline(LINE), "") if line.strip()), "")
+        stream.seek(0)
+        lines = csv.reader(stream, strict=True, delimiter=max(",;\t", key=first.count))
+        try:
+            for line in filter(None, lines):
+                yield lines.line_num, list(map(str.strip, line))
+        except csv.Error as error:
+            raise ValueError(f"{file}, line {lines.line_num}: {error}.") from error
 
 
 def _is_header(file: Path, first: Sequence[str], decimal: Decimal) -> bool:
     numbers = [cell for cell in first if number_in(cell, decimal) is not None]
     if 0 < len(numbers) < len(first):
         raise ValueError(
-            f"{file}, line 1 holds numbers ({brief(numbers[0])}) and other cells: it may be a row, or the names of "
-            f"columns. Say `header: true` or `header: false` in a config, --header or --no-header to `slimbayes init`."
+            f"{file}, line 1 holds numbers ({brief(numbers[0])}) and other cells: it is neither a row nor the names of "
+            f"columns. Fill in its missing cells or give every column a name that is no number; of a table to train "
+            f"on, say `header: true` or `header: false` in a config, --header or --no-header to `slimbayes init`."
         )
     return not numbers
 
 
-def _check_width(file: Path, number: int, cells: Sequence[Any], width: int, named: bool) -> None:
-    if len(cells) != width:
-        wanted = "column names" if named else "in the first row"
-        raise ValueError(f"{file}, line {number}: {len(cells)} cells, but there are {width} {wanted}.")
+def _checked(file: Path, lines: Iterable[tuple[int, Sequence[Any]]], width: int, named: bool) -> Lines:
+    """Lines, of which there must be one, and all as wide as the first."""
+    none = True
+    for number, cells in lines:
+        if len(cells) != width:
+            wanted = "column names" if named else "in the first row"
+            raise ValueError(f"{file}, line {number}: {len(cells)} cells, but there are {width} {wanted}.")
+        yield number, cells
+        none = False
+    if none:
+        raise ValueError(f"{file} has no rows{' below its line of column names' if named else ''}.")
 
 
-def _parquet(file: Path) -> tuple[tuple[str, ...], Lines]:
+def _parquet_lines(file: Path) -> Lines:
+    """The names of a file's columns as line 0, then its rows."""
     try:
         import pyarrow as arrow
         from pyarrow import parquet
@@ -245,15 +243,7 @@ def _parquet(file: Path) -> tuple[tuple[str, ...], Lines]:
             raise ValueError(
                 f"{file}: column {brief(one.name)} holds {one.type}; numbers, texts and dates can be read."
             )
-    names = tuple(opened.schema_arrow.names)
-    if len(set(names)) < len(names):
-        raise ValueError(f"{file}: two columns have one name.")
-
-    def lines() -> Iterator[tuple[int, Sequence[Any]]]:
-        number = 0
-        for batch in opened.iter_batches(_ROWS):
-            for cells in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-                number += 1
-                yield number, cells
-
-    return names, lines()
+    yield 0, (names := opened.schema_arrow.names)
+    batches = opened.iter_batches(max(1, _CELLS // len(names)))
+    rows = (row for batch in batches for row in zip(*(column.to_pylist() for column in batch.columns), strict=True))
+    yield from enumerate(rows, 1)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.archives import read_npz
-from slimbayes.data.csv_rows import first_cells, number_blocks
 from slimbayes.data.dataset import Dataset, Found, Split
+from slimbayes.data.table_files import column_names, number_blocks
 
 # rows and features as published, and the number of standard splits
 UCI = {
@@ -59,17 +59,19 @@ def uci(folder: Path, name: str) -> Found | None:
     if arrays.is_file():
         return _found(arrays, partial(_read_npz, arrays))
     if table.is_file():
-        return _found(
-            table, partial(_read_csv, table, name), lambda: tuple(first_cells(table)[: -_targets(name, table)])
-        )
+        return _found(table, partial(_read_csv, table, name), lambda: _columns(table, name)[0])
     if name == "year" and (year := folder / YEAR).is_file():
         return _found(year, partial(_read_year, year))
     return None
 
 
-def _targets(name: str, table: Path) -> int:
-    """How many of a table's last columns are targets."""
-    return 2 if name in TWO_TARGETS and len(first_cells(table)) == UCI[name][1] + 2 else 1
+def _columns(table: Path, name: str) -> tuple[tuple[str, ...], int]:
+    """The names of a table's features, and how many targets come after them."""
+    names = column_names(table, header=True)
+    targets = 2 if name in TWO_TARGETS and len(names) == UCI[name][1] + 2 else 1
+    if len(names) <= targets:
+        raise ValueError(f"{table} must have a line of two or more column names, then numbers, the target last.")
+    return names[:-targets], targets
 
 
 def _found(file: Path, read: Callable[[], Split], columns: Callable[[], tuple[str, ...]] = tuple) -> Found:
@@ -101,30 +103,25 @@ def _finite(values: Any, what: str, file: Path) -> Tensor:
 
 def _read_csv(file: Path, name: str) -> Split:
     """The rows below the names of the columns."""
-    names = first_cells(file)
-    rows = _numbers(file, names, named=True) if len(names) >= 2 else None
-    if rows is None:
-        raise ValueError(f"{file} must have a line of two or more column names, then numbers, the target last.")
-    targets = _targets(name, file)
-    return Split(rows[:, :-targets], rows[:, -targets:])
+    (names, targets), rows = _columns(file, name), _numbers(file, header=True)
+    return Split(rows[:, : len(names)], rows[:, -targets:])
 
 
 def _read_year(file: Path) -> Split:
     """The Million Song subset as it is published: the year, then 90 features, without names."""
-    cells, width = first_cells(file), UCI["year"][1] + 1
-    if len(cells) != width:
-        raise ValueError(f"{file} must have {width} columns, the year and {width - 1} features, got {len(cells)}.")
-    rows = _numbers(file, cells, named=False)
-    assert rows is not None
+    got, width = len(column_names(file, header=False)), UCI["year"][1] + 1
+    if got != width:
+        raise ValueError(f"{file} must have {width} columns, the year and {width - 1} features, got {got}.")
+    rows = _numbers(file, header=False)
     return Split(rows[:, 1:], rows[:, :1])
 
 
-def _numbers(file: Path, first: list[str], named: bool) -> Tensor | None:
-    """All rows of a table, None where there are none; memory is that of the numbers, however many lines there are."""
+def _numbers(file: Path, header: bool) -> Tensor:
+    """All rows of a table; memory is that of the numbers, however many lines there are."""
     values = bytearray()
-    for block in number_blocks(file, first, named=named):
+    for block in number_blocks(file, header=header):
         values += block.tobytes()
-    return torch.frombuffer(values, dtype=torch.float32).view(-1, len(first)) if values else None
+    return torch.frombuffer(values, dtype=torch.float32).view(-1, block.shape[1])
 
 
 def split_rows(rows: int, index: int) -> tuple[Tensor, Tensor]:
@@ -132,11 +129,6 @@ def split_rows(rows: int, index: int) -> tuple[Tensor, Tensor]:
 
     The benchmark shuffles with numpy's old generator, seeded with 1, once for each split in turn, and trains on the
     first 90 %. numpy keeps that stream for good; it is the one source of randomness here that is not torch's.
-
-    Example:
-        >>> train, test = split_rows(308, 0)
-        >>> len(train), len(test)
-        (277, 31)
     """
     if index < 0 or rows < 2:
         raise ValueError(f"A standard split needs an index from 0 on and two rows, got index {index} of {rows} rows.")
@@ -148,12 +140,7 @@ def split_rows(rows: int, index: int) -> tuple[Tensor, Tensor]:
 
 
 def standard_splits(name: str) -> int:
-    """How many standard splits a set has.
-
-    Example:
-        >>> standard_splits("uci/protein-tertiary-structure")
-        5
-    """
+    """How many standard splits a set has."""
     return UCI.get(name.removeprefix("uci/"), (0, 0, 20))[2]
 
 

@@ -1,7 +1,7 @@
 """Closed unions: a config picks one of a list by its `kind`; it can never name code to import.
 
-    method: Annotated[Choice, OneOf([Rank1, KTied])]      {kind: Rank1, members: 4, prior: {kind: Cauchy, scale: 0.1}}
-    model: Network                                        {kind: wrn, depth: 16, width: 4}
+    method: Annotated[Choice, OneOf(METHODS)]       {kind: Rank1, members: 4, prior: {kind: Cauchy, scale: 0.1}}
+    model: Annotated[Named, OneOf(NETWORKS)]        {kind: wrn, depth: 16, width: 4}
 
 Models of methods and priors are made from the signatures of our own classes. Networks and augmentations, functions of
 `slimbayes.models` and `slimbayes.data`, have models with bounds of their own and are looked up when they are built:
@@ -18,7 +18,7 @@ from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model, model_validator
 from pydantic_core import CoreSchema
 
 from slimbayes.distributions.families import FAMILIES, Distribution
@@ -49,14 +49,9 @@ class Choice(Options):
 
 @dataclass(frozen=True)
 class OneOf:
-    """Marks a field that holds one of several choices, or of the models in `also`, told apart by `kind`."""
+    """Marks a field that holds one of several models, told apart by `kind`."""
 
-    makes: tuple[Callable[..., Any], ...]
-    also: tuple[type[BaseModel], ...] = ()
-
-    @property
-    def models(self) -> tuple[type[BaseModel], ...]:
-        return (*map(choice, self.makes), *self.also)
+    models: tuple[type[BaseModel], ...]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return handler.generate_schema(Annotated[Union[self.models], Field(discriminator="kind")])  # noqa: UP007
@@ -64,13 +59,7 @@ class OneOf:
 
 @cache
 def choice(makes: Callable[..., Any]) -> type[Choice]:
-    """The pydantic model of a class or function.
-
-    Example:
-        >>> def ring(inner: float, outer: float = 2.0): return inner, outer
-        >>> choice(ring).model_validate({"kind": "ring", "inner": 1}).build()
-        (1.0, 2.0)
-    """
+    """The pydantic model of a class or function."""
     hints, parameters = get_type_hints(makes), inspect.signature(makes).parameters
     fields: dict[str, Any] = {"kind": (Literal[makes.__name__], ...)}
     for p in parameters.values():
@@ -78,6 +67,10 @@ def choice(makes: Callable[..., Any]) -> type[Choice]:
     made = create_model(makes.__name__, __base__=Choice, __doc__=inspect.getdoc(makes), **fields)
     made.makes = staticmethod(makes)
     return made
+
+
+def choices(makes: Iterable[Callable[..., Any]]) -> tuple[type[Choice], ...]:
+    return tuple(map(choice, makes))
 
 
 def models_in(annotation: Any) -> Iterable[type[BaseModel]]:
@@ -106,7 +99,7 @@ def _default(value: Any) -> Any:
     return choice(family).model_validate(value.to_dict())
 
 
-_FAMILY = OneOf(tuple(FAMILIES.values()))
+_FAMILY = OneOf(choices(FAMILIES.values()))
 
 # --- networks and augmentations ---
 
@@ -116,8 +109,8 @@ Size = Annotated[int, Field(ge=1, le=1_000_000)]
 class Named(Options):
     """A function of ours by name: its options, but for those in `filled`, which the data fill in."""
 
-    home: ClassVar[str] = "slimbayes.models"
-    filled: ClassVar[tuple[str, ...]] = ("classes",)
+    home: ClassVar[str]
+    filled: ClassVar[tuple[str, ...]]
     kind: str
 
     def network(self, facts: Mapping[str, Any], data: str) -> Any:
@@ -132,106 +125,54 @@ class Named(Options):
         return getattr(import_module(self.home), self.kind)(**options, **filled)
 
 
-class MLP(Named):
-    filled: ClassVar = ("classes", "inputs")
-    kind: Literal["mlp"]
-    hidden: Annotated[tuple[Size, ...], Field(max_length=1000)] = (400, 400)
+def _named(kind: str, *filled: str, home: str = "slimbayes.models", **options: Any) -> type[Named]:
+    """The model of a function of ours, with its options' types and defaults."""
+    fields: dict[str, Any] = {"kind": (Literal[kind], ...)}
+    made = create_model(kind, __base__=Named, **fields, **options)
+    made.home, made.filled = home, filled
+    return made
 
 
-class RegressionNet(Named):
-    filled: ClassVar = ("inputs", "outputs")
-    kind: Literal["regression_net"]
-    hidden: Size = 50
-    norm: bool = True
+def _checked(holds: Callable[[Any], bool], needed: str) -> AfterValidator:
+    def check(value: Any) -> Any:
+        if not holds(value):
+            raise ValueError(needed)
+        return value
+
+    return AfterValidator(check)
 
 
-class LeNet(Named):
-    filled: ClassVar = ("classes", "channels", "size")
-    kind: Literal["lenet"]
-    kernel: Annotated[int, Field(ge=1, le=1000)] = 5
+_Some = Annotated[int, Field(ge=1, le=10_000)]
+_Widths = Annotated[tuple[Size, ...], Field(max_length=1000)]
+_WRN = Annotated[int, Field(ge=10, le=10_000), _checked(lambda n: n % 6 == 4, "must be 6 n + 4 (10, 16, 22, 28, ...)")]
+_PYRAMID = Annotated[int, Field(ge=8, le=10_000), _checked(lambda n: n % 6 == 2, "must be 6 n + 2 (8, 14, ..., 110)")]
+_SHARES = _checked(lambda pair: 0 < pair[0] <= pair[1] <= 1, "must lie in (0, 1], least first")
+_RATIOS = _checked(lambda pair: 0 < pair[0] <= pair[1], "must lie above 0, least first")
 
-
-class SmallResNet(Named):
-    kind: Literal["small_resnet"]
-
-
-class SmallCNN(Named):
-    filled: ClassVar = ("classes", "channels")
-    kind: Literal["small_cnn"]
-    width: Size = 32
-
-
-class WRN(Named):
-    kind: Literal["wrn"]
-    depth: Annotated[int, Field(ge=10, le=10_000)] = 28
-    width: Annotated[int, Field(ge=1, le=10_000)] = 10
-
-    @model_validator(mode="after")
-    def _blocks(self) -> WRN:
-        if (self.depth - 4) % 6:
-            raise ValueError(f"wrn: depth must be 6 n + 4 (10, 16, 22, 28, ...), got {self.depth}")
-        return self
-
-
-class PyramidNet(Named):
-    kind: Literal["pyramidnet"]
-    depth: Annotated[int, Field(ge=8, le=10_000)] = 110
-    alpha: Annotated[float, Field(ge=0, le=10_000)] = 270
-
-    @model_validator(mode="after")
-    def _blocks(self) -> PyramidNet:
-        if (self.depth - 2) % 6:
-            raise ValueError(f"pyramidnet: depth must be 6 n + 2 (8, 14, ..., 110), got {self.depth}")
-        return self
-
-
-class ResNet(Named):
-    kind: Literal["resnet18", "resnet50"]
-    small_images: bool = False
-
-
-class ImdbLSTM(Named):
-    filled: ClassVar = ("vocabulary",)
-    kind: Literal["imdb_lstm"]
-    embedding: Size = 128
-    units: Size = 128
-
-
-class MortalityLSTM(Named):
-    filled: ClassVar = ("vocabulary",)
-    kind: Literal["mortality_lstm"]
-    embedding: Size = 32
-    units: Size = 512
-    hidden: Size = 512
-
-
-class PadCropFlip(Named):
-    home: ClassVar = "slimbayes.data"
-    filled: ClassVar = ("images", "fill", "generator")
-    kind: Literal["pad_crop_flip"]
-    pad: Annotated[int, Field(ge=0, le=10_000)] = 4
-    flip: bool = True
-
-
-class ResizedCrop(Named):
-    home: ClassVar = "slimbayes.data"
-    filled: ClassVar = ("images", "generator")
-    kind: Literal["resized_crop"]
-    size: Annotated[int, Field(ge=1, le=10_000)]
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    flip: bool = True
-
-    @model_validator(mode="after")
-    def _boxes(self) -> ResizedCrop:
-        (small, large), (tall, wide) = self.scale, self.ratio
-        if not 0 < small <= large <= 1 or not 0 < tall <= wide:
-            raise ValueError("scale must lie in (0, 1] and ratio above 0, least first")
-        return self
-
-
-Network = Annotated[
-    MLP | RegressionNet | LeNet | SmallResNet | SmallCNN | WRN | PyramidNet | ResNet | ImdbLSTM | MortalityLSTM,
-    Field(discriminator="kind"),
-]
-Augmentation = Annotated[PadCropFlip | ResizedCrop, Field(discriminator="kind")]
+NETWORKS = (
+    _named("mlp", "classes", "inputs", hidden=(_Widths, (400, 400))),
+    _named("regression_net", "inputs", "outputs", hidden=(Size, 50), norm=(bool, True)),
+    _named("lenet", "classes", "channels", "size", kernel=(Annotated[int, Field(ge=1, le=1000)], 5)),
+    _named("small_resnet", "classes"),
+    _named("small_cnn", "classes", "channels", width=(Size, 32)),
+    _named("wrn", "classes", depth=(_WRN, 28), width=(_Some, 10)),
+    _named("pyramidnet", "classes", depth=(_PYRAMID, 110), alpha=(Annotated[float, Field(ge=0, le=10_000)], 270)),
+    _named("resnet18", "classes", small_images=(bool, False)),
+    _named("resnet50", "classes", small_images=(bool, False)),
+    _named("imdb_lstm", "vocabulary", embedding=(Size, 128), units=(Size, 128)),
+    _named("mortality_lstm", "vocabulary", embedding=(Size, 32), units=(Size, 512), hidden=(Size, 512)),
+)
+TABLE_NET = _named(
+    "table_net", "numbers", "sizes", "outputs", home="slimbayes.sklearn.network", hidden=(_Widths, (128, 128))
+)
+AUGMENTATIONS = (
+    _named(
+        "pad_crop_flip", "images", "fill", "generator", home="slimbayes.data",
+        pad=(Annotated[int, Field(ge=0, le=10_000)], 4), flip=(bool, True),
+    ),
+    _named(
+        "resized_crop", "images", "generator", home="slimbayes.data", size=(_Some, ...),
+        scale=(Annotated[tuple[float, float], _SHARES], (0.08, 1.0)),
+        ratio=(Annotated[tuple[float, float], _RATIOS], (3 / 4, 4 / 3)), flip=(bool, True),
+    ),
+)  # fmt: skip

@@ -20,8 +20,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from slimbayes.errors import brief, did_you_mean
-from slimbayes.lab.choices import Augmentation, Choice, Network, OneOf, Options
-from slimbayes.lab.own_config import OwnFiles, PythonNet, TableNet
+from slimbayes.lab.choices import AUGMENTATIONS, NETWORKS, TABLE_NET, Choice, Named, OneOf, Options, choices
+from slimbayes.lab.own_config import OwnFiles, PythonNet
 from slimbayes.lab.recipes import Count, Positive, Train
 from slimbayes.posteriors import METHODS
 from slimbayes.posteriors.configs.base import Config
@@ -46,6 +46,7 @@ def _compiles(text: str) -> str:
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Pattern = Annotated[str, Field(max_length=1000), AfterValidator(_compiles)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+_METHODS = choices(METHODS.values())
 
 
 class Bags(Options):
@@ -110,7 +111,7 @@ class ByName(Options):
     """Different methods for different layers: from patterns of names to methods, the first that matches counts."""
 
     kind: Literal["ByName"]
-    layers: Annotated[dict[Pattern, Annotated[Choice, OneOf(tuple(METHODS.values()))]], Field(min_length=1)]
+    layers: Annotated[dict[Pattern, Annotated[Choice, OneOf(_METHODS)]], Field(min_length=1)]
 
     def build(self) -> dict[str, Config]:
         return {pattern: method.build() for pattern, method in self.layers.items()}
@@ -164,11 +165,11 @@ class Experiment(Options):
     name: Name
     seed: Seed = 0
     data: Data
-    model: Annotated[Network | TableNet | PythonNet, Field(discriminator="kind")]
-    method: Annotated[Choice | ByName, OneOf(tuple(METHODS.values()), also=(ByName,))]
+    model: Annotated[Named | PythonNet, OneOf((*NETWORKS, TABLE_NET, PythonNet))]
+    method: Annotated[Choice | ByName, OneOf((*_METHODS, ByName))]
     include: Pattern | None = None
     exclude: Pattern | None = None
-    augment: Augmentation | None = None
+    augment: Annotated[Named, OneOf(AUGMENTATIONS)] | None = None
     train: Train
     evaluate: Evaluate = Evaluate()
 

@@ -99,6 +99,8 @@ def _parsed(file: Path) -> Tree:
         raise ConfigError(f"{file} is not valid YAML: byte {error.start:,} is no UTF-8.") from None
     except YamlError as error:
         raise ConfigError(f"{file} is not valid YAML: {error}.") from error
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
 
 
 @lru_cache(maxsize=256)
@@ -106,38 +108,29 @@ def _tree(file: Path, text: str) -> Tree:
     """What a file with this text holds; rows of a table extend the same files many times over. Nobody changes it."""
     tree = parse(text)
     if not isinstance(tree, dict):
-        raise ConfigError(f"{file} must hold a mapping of fields, got {type(tree).__name__}.")
+        raise ConfigError(f"it must hold a mapping of fields, got {type(tree).__name__}.")
     for key in (*_SIDE, *SEVERAL):
         if not isinstance(tree.get(key, {}), dict):
-            raise ConfigError(f"{file}: {key} must be a mapping of fields, got {brief(tree[key])}.")
-    try:
-        parts = parts_of(tree)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
-    for part in parts:
-        _resolve_below(part, file, whole=part is tree)
+            raise ConfigError(f"{key} must be a mapping of fields, got {brief(tree[key])}.")
+    for part in parts_of(tree):
+        _resolve_below(part, file.parent, whole=part is tree)
     return tree
 
 
-def _resolve_below(part: Tree, file: Path, whole: bool) -> None:
+def _resolve_below(part: Tree, folder: Path, whole: bool) -> None:
     """Make what a part of a file extends a list of whole paths and of "#row"s."""
     given = part.pop("extends", [])
     below = [given] if isinstance(given, str) else given
     if not isinstance(below, list) or not all(isinstance(name, str) and name for name in below):
-        raise ConfigError(f"{file}: extends must be a file, or a list of files, got {brief(given)}.")
+        raise ConfigError(f"extends must be a file, or a list of files, got {brief(given)}.")
     if whole and any(name[0] == "#" for name in below):
-        raise ConfigError(f"{file} cannot extend a row of its own, got {brief(given)}.")
+        raise ConfigError(f"it cannot extend a row of its own, got {brief(given)}.")
     if below:
-        part["extends"] = [name if name[0] == "#" else str(file.parent / name) for name in below]
+        part["extends"] = [name if name[0] == "#" else str(folder / name) for name in below]
 
 
 def parse_override(text: str) -> Tree:
-    """The tree of one "path=value".
-
-    Example:
-        >>> parse_override("train.optimizer.lr=1e-3")
-        {'train': {'optimizer': {'lr': 0.001}}}
-    """
+    """The tree of one "path=value"."""
     path, equals, value = text.partition("=")
     if not equals or not path.strip():
         raise ConfigError(f"--set needs path=value, such as train.epochs=5, got {brief(text)}.")
@@ -145,12 +138,15 @@ def parse_override(text: str) -> Tree:
         tree = parse(value)
     except YamlError as error:
         raise ConfigError(f"--set {cut(path)}: {brief(value)} is not a YAML value: {error}.") from error
-    keys = path.strip().split(".")
-    if len(keys) > DEPTH:
+    if path.count(".") >= DEPTH:
         raise ConfigError(f"--set {cut(path)}: no field is that deep.")
-    for key in reversed(keys):
-        tree = {key: tree}
-    return tree
+    return _nested(path.strip(), tree)
+
+
+def _nested(path: str, value: Any) -> Tree:
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
 
 
 def _of_its_time(tree: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -180,18 +176,9 @@ def validate(tree: Mapping[str, Any], source: str = "the config") -> Experiment:
 
 
 def with_values(tree: Tree, values: Mapping[str, Any]) -> Experiment:
-    """The experiment of a tree with values laid over it at some paths.
-
-    Example:
-        >>> from slimbayes.lab.papers import find
-        >>> tree = find("rank1/table2/mfvi")[0].experiment().resolved
-        >>> with_values(tree, {"train.optimizer.lr": 0.5, "seed": 3}).train.optimizer.lr
-        0.5
-    """
+    """The experiment of a tree with values laid over it at some paths, such as "train.optimizer.lr"."""
     for path, value in values.items():
-        for key in reversed(path.split(".")):
-            value = {key: value}
-        tree = merged(tree, value)
+        tree = merged(tree, _nested(path, value))
     return validate(tree, ", ".join(f"{path}={value}" for path, value in values.items()))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from slimbayes.data.csv_rows import days_of
+from slimbayes.data.cells import days_of
 from slimbayes.data.folders import ImageFolder, decode
 from slimbayes.data.table_files import TABLES, Column, TableFile, look
 from slimbayes.distributions.families import dropout_scale
@@ -98,16 +98,17 @@ def _training(plan: Plan) -> Iterator[str]:
 
 def _table(path: Path, target: str | None, header: bool | None) -> Plan:
     found, csv = look(path, header), path.suffix.lower() != ".parquet"
-    if any(column.other_mark for column in found.columns):
+    if any(column.other_mark for column in found.columns.values()):
         other = look(path, header, decimal="comma")
-        found = found if any(column.other_mark for column in other.columns) else other  # commas that part thousands
-    name = found.names[-1] if target is None else target
-    if name not in found.names:
-        raise ConfigError(f"--target: {path} has no column {_quoted(name[:80])}{did_you_mean(name, found.names)}")
-    column = found.column(name)
+        part_thousands = any(column.other_mark for column in other.columns.values())
+        found = found if part_thousands else other
+    name = list(found.columns)[-1] if target is None else target
+    if name not in found.columns:
+        raise ConfigError(f"--target: {path} has no column {_quoted(name[:80])}{did_you_mean(name, found.columns)}")
+    column = found.columns[name]
     doubtful = column.kind == "number" and column.whole and 2 < len(column.values) <= FEW
     classes = target_is_class(column, path, "classes" if doubtful else None)
-    dropped = {c.name: why for c in found.columns if c.name != name and (why := _unusable(found, c))}
+    dropped = {n: why for n, c in found.columns.items() if n != name and (why := _unusable(found, c))}
     data = [
         f"  {'csv' if csv else 'parquet'}: {_quoted(str(path))}  # {found.rows:,} rows",
         f"  target: {_quoted(name)}  # {_values(column)}" + (". The last column: --target chooses" * (target is None)),
@@ -118,7 +119,7 @@ def _table(path: Path, target: str | None, header: bool | None) -> Plan:
     if dropped:
         data.append(f"  drop: [{', '.join(map(_quoted, dropped))}]")
         data += [f"    # {_quoted(one)}: {why}" for one, why in dropped.items()]
-    used = [c for c in found.columns if c.name not in {name, *dropped}]
+    used = [c for n, c in found.columns.items() if n not in {name, *dropped}]
     if not used:
         raise ConfigError(f"{path} has no column to predict {_quoted(name)} from.")
     data.append("  # columns that are used:")
@@ -135,7 +136,7 @@ def _unusable(found: TableFile, column: Column) -> str:
     if len(column.values) < 2:
         return "it is the same in all rows"
     lower = column.name.lower()
-    nameless = found.header and column is found.columns[0] and lower == "1"
+    nameless = found.header and column.name == next(iter(found.columns)) == "1"
     if (
         column.whole
         and len(column.values) >= min(1000, found.rows)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data import Dataset, Split, load, load_bags
-from slimbayes.data.catalog import find, root_folder, source_of
+from slimbayes.data.catalog import find
 from slimbayes.data.folders import ImageFolder
 from slimbayes.lab import config
 from slimbayes.lab.execution import generator
@@ -57,7 +57,7 @@ def _opened(chosen: config.Data, root: Path | str | None) -> Dataset:
 
         return open_own(chosen, root)
     if chosen.bags is not None:
-        files = find(source_of(chosen.name), root_folder(root)).files()
+        files = find(chosen.name, root).files()
         stamps = tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
         return _bags(chosen.name, root, stamps, **chosen.bags.model_dump())
     return digits() if chosen.name == "digits" else load(chosen.name, root)
@@ -139,13 +139,6 @@ def check_data(data: Dataset, splits: Sequence[str], allow_nonfinite: bool = Fal
     Args:
         splits: the names of those that are used; the first is trained on.
         allow_nonfinite: let inputs be NaN or infinite; targets never may.
-
-    Example:
-        >>> x = torch.tensor([[1.0, 2.0], [3.0, float("nan")]])
-        >>> check_data(Dataset("toy", {"train": Split(x, torch.tensor([0, 1]))}), ["train"])
-        Traceback (most recent call last):
-        ...
-        ValueError: toy, train row 1, column 1: the input is nan. Fill it in or drop the row, or set ...
     """
     shapes = {}
     for name in splits:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slimbayes import metrics
 from slimbayes.data import Split, corrupt, load
-from slimbayes.data.catalog import find, root_folder, source_of
+from slimbayes.data.catalog import find
 from slimbayes.data.folders import ImageFolder, read_square
 from slimbayes.lab.config import Evaluate, Experiment
 from slimbayes.lab.execution import Execution, generator, key
@@ -53,7 +53,7 @@ def _check_folders(chosen: Evaluate, task: Task, execution: Execution) -> None:
     """Refuse corruptions of pictures that are not published, not here, or of other classes."""
     if not task.images or task.name not in _PUBLISHED:
         raise ValueError(f"evaluate.corruptions are for sets of images; {task.name} is none, or has none published.")
-    found = find(source_of(f"{task.name}-c"), root_folder(execution.data_dir))
+    found = find(f"{task.name}-c", execution.data_dir)
     wanted = [f"{name}/{severity}" for name in chosen.corruption_names for severity in chosen.severities]
     if missing := [name for name in wanted if name not in found.splits]:
         raise ValueError(

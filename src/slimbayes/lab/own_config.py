@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from slimbayes.errors import brief, did_you_mean
-from slimbayes.lab.choices import Named, Options, Size
+from slimbayes.lab.choices import Options
 
 
 def _no_controls(text: str) -> str:
@@ -97,18 +97,9 @@ class OwnFiles(Options):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} is for tables: csv or parquet.")
         for name in () if given else ("task", "test"):
-            if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default:
+            if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} is for data of your own: {', '.join(SOURCES)}.")
         return self
-
-
-class TableNet(Named):
-    """Dense layers for tables, with embeddings of categories."""
-
-    home: ClassVar = "slimbayes.sklearn.network"
-    filled: ClassVar = ("numbers", "sizes", "outputs")
-    kind: Literal["table_net"]
-    hidden: Annotated[tuple[Size, ...], Field(max_length=1000)] = (128, 128)
 
 
 class OwnCodeError(RuntimeError):
@@ -139,12 +130,7 @@ class PythonNet(Options):
 
 
 def _called(place: str, args: Mapping[str, Any], facts: Mapping[str, Any]) -> Any:
-    """What the function at "package.module:function" makes of arguments, and of those facts that it has names for.
-
-    Example:
-        >>> _called("torch.nn:Linear", {"in_features": 3, "out_features": 1}, {"inputs": 3})
-        Linear(in_features=3, out_features=1, bias=True)
-    """
+    """What the function at "package.module:function" makes of arguments, and of those facts that it has names for."""
     from torch import nn  # configs are checked without it
 
     function = _found(place)
@@ -197,14 +183,7 @@ def code_is_allowed() -> bool:
 
 @contextmanager
 def code_allowed(allowed: bool = True) -> Iterator[None]:
-    """Let networks be made by code that a config names: for configs that the user has named, or trusts.
-
-    Example:
-        >>> chosen = PythonNet(python="torch.nn:Linear", args={"in_features": 3, "out_features": 1})
-        >>> with code_allowed():
-        ...     chosen.network({}, "mine")
-        Linear(in_features=3, out_features=1, bias=True)
-    """
+    """Let networks be made by code that a config names: for configs that the user has named, or trusts."""
     token = _ALLOWED.set(allowed)
     try:
         yield

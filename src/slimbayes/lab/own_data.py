@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -17,34 +16,18 @@ from torch import Tensor
 
 from slimbayes.data import Dataset, Split
 from slimbayes.data.catalog import root_folder
-from slimbayes.data.csv_rows import Decimal, Kind, date_columns
+from slimbayes.data.cells import Kind, number_in
 from slimbayes.data.folders import ImageFolder, read_square
-from slimbayes.data.table_files import MOST_VALUES, Column, Frame, TableFile, frames, look
+from slimbayes.data.table_files import MOST_VALUES, Column, TableFile, frames, look
 from slimbayes.errors import brief, did_you_mean
 from slimbayes.lab import config
 from slimbayes.lab.execution import generator
-from slimbayes.sklearn.columns import Table
+from slimbayes.lab.own_task import OwnColumns, OwnTable, told, with_dates
+from slimbayes.sklearn.columns import Preparation, Table
 from slimbayes.untrusted import check_regular
 
 FEW = 20  # whole numbers that may be classes, or may be counts
 _BYTES = 4 << 30  # of pictures in memory
-
-
-@dataclass(frozen=True)
-class OwnTable(Dataset):
-    """A table of one's own: rows of numbers and codes, float64 (N, d + c), and what its columns are."""
-
-    table: Table | None = None
-    passed: tuple[str, ...] = ()  # columns that a file of rows to predict may have too: the target, and dropped ones
-    kinds: Mapping[str, Kind] = field(default_factory=dict)  # of the columns of a file, as they are read
-    header: bool = True
-    decimal: Decimal = "point"
-
-    @property
-    def named(self) -> tuple[object, ...]:
-        assert self.table is not None
-        words = () if self.table.encoder is None else tuple(map(tuple, self.table.encoder.categories_))
-        return *super().named, words
 
 
 def open_own(chosen: config.Data, root: Path | str | None) -> Dataset:
@@ -68,8 +51,11 @@ def find_own(text: str, root: Path | str | None) -> Path:
     return found
 
 
-def _split(rows: Split, chosen: config.Data) -> dict[str, Split]:
-    """Rows to train and to test on, in their order."""
+def _splits(found: list[Split], chosen: config.Data) -> dict[str, Split]:
+    """Rows to train and to test on, as they are or, of one split, in their order."""
+    if len(found) == 2:
+        return {"train": found[0], "test": found[1]}
+    (rows,) = found
     held = round(len(rows) * chosen.test)
     if held in (0, len(rows)):
         raise ValueError(
@@ -89,23 +75,24 @@ def _table(path: Path, chosen: config.Data) -> OwnTable:
     names = {"target": [chosen.target], "categories": chosen.categories, "drop": chosen.drop}
     for option, wanted in names.items():
         for name in wanted:
-            if name not in found.names:
+            if name not in found.columns:
                 raise ValueError(
-                    f"data.{option}: {path} has no column {brief(name)}{did_you_mean(str(name), found.names)}"
+                    f"data.{option}: {path} has no column {brief(name)}{did_you_mean(str(name), found.columns)}"
                 )
     assert chosen.target is not None
     left_out = {chosen.target, *chosen.drop}
     encode = chosen.dates == "encode"
-    kinds = {c.name: feature_kind(found, c, chosen.categories, encode) for c in found.columns if c.name not in left_out}
+    used = [column for name, column in found.columns.items() if name not in left_out]
+    kinds = {column.name: feature_kind(found, column, chosen.categories, encode) for column in used}
     if not kinds:
         raise ValueError(f"{path} has no column beside the target and those that are dropped.")
-    discrete = target_is_class(found.column(chosen.target), path, chosen.task)
+    discrete = target_is_class(found.columns[chosen.target], path, chosen.task)
     target: Kind = "word" if discrete else "number"
     blocks = list(frames(path, kinds | {chosen.target: target}, found.header, found.decimal))
-    whole = Frame({name: np.concatenate([block[name] for block in blocks]) for name in blocks[0].columns})
+    whole = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
     table = Table([name for name, kind in kinds.items() if kind == "word"], chosen.missing)
     y, classes = _targets(whole[chosen.target], discrete)
-    places = _split(Split(torch.arange(len(y)), y), chosen)
+    places = _splits([Split(torch.arange(len(y)), y)], chosen)
     try:
         every, kept = with_dates(whole, kinds), places["train"].x.numpy()
         table.fit(every)  # refuses gaps of all rows
@@ -114,29 +101,10 @@ def _table(path: Path, chosen: config.Data) -> OwnTable:
     except ValueError as error:
         raise ValueError(f"{path}: {told(error)}") from error
     splits = {name: Split(read[part.x], part.y) for name, part in places.items()}
-    passed = tuple(name for name in found.names if name in left_out)
+    passed = tuple(name for name in found.columns if name in left_out)
     columns = tuple(table.names[j] for j in [*table.numbers, *table.categories])
-    return OwnTable(chosen.name, splits, classes, (), columns, table, passed, kinds, found.header, found.decimal)
-
-
-def with_dates(frame: Frame, kinds: Mapping[str, Kind], wanted: Sequence[str] | None = None) -> Frame:
-    """Columns of these kinds, with numbers in place of dates; of those, the wanted ones, or all that vary."""
-    found: dict[str, np.ndarray] = {}
-    for name, kind in kinds.items():
-        made = date_columns(name, frame[name]) if kind == "date" else {name: frame[name]}
-        times = kind == "date" and bool(np.nan_to_num(frame[name] % 1).any())
-        for key, values in made.items():
-            if key in found or (kind == "date" and key in kinds):
-                raise ValueError(f"column {brief(key)} has the name of a date's number: give it another.")
-            if key in wanted if wanted is not None else times or ": day " not in key.removeprefix(name):
-                found[key] = values
-    return Frame(found)
-
-
-def told(error: Exception) -> str:
-    """What `Table` says, with options called as in a config."""
-    text = str(error).removeprefix("Input X contains NaN: ")
-    return text.replace("missing='impute'", "data.missing: impute").replace("categorical_features", "data.categories")
+    own = OwnColumns(Preparation(table, "none", None), passed, kinds, found.header, found.decimal)
+    return OwnTable(chosen.name, splits, classes, (), columns, own)
 
 
 def feature_kind(found: TableFile, column: Column, categories: Sequence[str] = (), dates: bool = False) -> Kind:
@@ -230,10 +198,8 @@ def _real(values: np.ndarray) -> Tensor:
 
 def _by_number(word: str) -> tuple[float, str]:
     """Classes that are numbers in their order, then others by the alphabet."""
-    try:
-        return float(word), word
-    except ValueError:
-        return float("inf"), word
+    number = number_in(word)
+    return float("inf") if number is None else number, word
 
 
 # --- arrays ---
@@ -252,8 +218,7 @@ def _arrays(path: Path, chosen: config.Data) -> Dataset:
         raise ValueError(f"{path} needs the arrays x and y, or x_train, y_train, x_test and y_test; it has {has}.")
     names = [("x_train", "y_train"), ("x_test", "y_test")] if cut else [("x", "y")]
     found = [_array_split(arrays[x], arrays[y], f"{path}, {x}", chosen) for x, y in names]
-    splits = dict(zip(("train", "test"), found, strict=True)) if cut else _split(found[0], chosen)
-    return Dataset(chosen.name, splits)
+    return Dataset(chosen.name, _splits(found, chosen))
 
 
 def _array_split(x: np.ndarray, y: np.ndarray, place: str, chosen: config.Data) -> Split:
@@ -286,11 +251,5 @@ def _pictures(path: Path, chosen: config.Data) -> Dataset:
         raise ValueError(
             f"{path}: pictures of {size} x {size} pixels take {needed / 2**30:.0f} GiB; set data.image_size to less."
         )
-    found = [Split(torch.stack([_square(p, size) for p in one.paths]), one.y) for one in folders]
-    splits = dict(zip(("train", "test"), found, strict=True)) if cut else _split(found[0], chosen)
-    return Dataset(chosen.name, splits, train.classes)
-
-
-def _square(path: Path, size: int) -> Tensor:
-    check_regular(path)
-    return read_square(path, size)
+    found = [Split(torch.stack([read_square(path, size) for path in one.paths]), one.y) for one in folders]
+    return Dataset(chosen.name, _splits(found, chosen), train.classes)

@@ -1,4 +1,5 @@
-"""Data of one's own between reading and training: scaled by what the training rows show."""
+"""Data of one's own between reading and training: scaled by what the training rows show. And how rows of a table become
+the network's, which a run keeps to read others."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slimbayes.data import Dataset, Split
-from slimbayes.data.csv_rows import Decimal, Kind
+from slimbayes.data.cells import Decimal, Kind, date_columns
 from slimbayes.data.table_files import TABLES, Frame, column_names, frame_of, frames
-from slimbayes.errors import SlimbayesWarning
-from slimbayes.lab.own_data import OwnTable, told, with_dates
+from slimbayes.errors import SlimbayesWarning, brief
 from slimbayes.lab.predict_input import check_names
 from slimbayes.sklearn.columns import Preparation, unseen_text
 
@@ -27,21 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OwnColumns:
-    """How rows of a table become the network's.
+    """How rows of a table become the network's."""
 
-    Attributes:
-        preparation: codes and scales.
-        passed: columns that such a table may have, and that are not looked at.
-        kinds: what the columns that are read hold.
-        header: whether a file's first line has names.
-        decimal: what parts a number's whole from its fraction in a file.
-    """
-
-    preparation: Preparation
-    passed: tuple[str, ...]
-    kinds: Mapping[str, Kind]
-    header: bool
-    decimal: Decimal
+    preparation: Preparation  # codes and scales
+    passed: tuple[str, ...]  # columns that such a table may have, and that are not looked at
+    kinds: Mapping[str, Kind]  # of the columns that are read
+    header: bool  # whether a file's first line has names
+    decimal: Decimal  # what parts a number's whole from its fraction in a file
 
     def fills(self) -> dict[str, Any]:
         """Arguments of networks that a table decides. Codes of categories are no inputs of a plain network."""
@@ -81,34 +74,59 @@ class OwnColumns:
             raise ValueError(told(error)) from error
         return made, (unseen_text(unseen, len(made)),) if unseen else ()
 
+    def blocks(self, file: Path) -> Iterator[Tensor]:
+        """Rows of a file as the network takes them, float32 (n, w + c), some at a time; a warning at the end tells of
+        categories that training did not see."""
+        if file.suffix.lower() not in TABLES:
+            raise ValueError(f"{file}: the run was trained on a table, so rows come as {', '.join(TABLES)}.")
+        names, here = column_names(file, self.header, self.decimal), {name: name for name in self.kinds}
+        if not self.header and len(names) == len(here):  # without names and without the target: by their order
+            here = dict(zip(here, names, strict=True))
+        else:
+            check_names(str(file), names, list(here), self.passed)
+        first, unseen = 0, Counter[str]()
+        for frame in frames(file, {here[name]: self.kinds[name] for name in here}, self.header, self.decimal):
+            try:
+                rows = self.prepared({name: frame[here[name]] for name in here}, unseen)
+            except ValueError as error:
+                last = first + len(next(iter(frame.values()))) - 1
+                raise ValueError(f"{file}, rows {first} to {last}: {told(error)}") from error
+            first += len(rows)
+            yield rows
+        if unseen:
+            warnings.warn(f"{file}: {unseen_text(unseen, first)}", SlimbayesWarning, stacklevel=2)
 
-def table_blocks(file: Path, own: OwnColumns) -> Iterator[Tensor]:
-    """Rows of a table's file as the network takes them, float32 (n, w + c), block by block; a warning at the end tells
-    of categories that training did not see."""
-    if file.suffix.lower() not in TABLES:
-        raise ValueError(f"{file}: the run was trained on a table, so rows come as {', '.join(TABLES)}.")
-    names, needed = column_names(file, own.header, own.decimal), list(own.kinds)
-    here = {name: name for name in needed}
-    if not own.header and len(names) == len(needed):  # without names and without the target: by their order
-        here = dict(zip(needed, names, strict=True))
-    else:
-        check_names(str(file), names, needed, own.passed)
-    return _prepared_blocks(file, own, here)
+
+@dataclass(frozen=True)
+class OwnTable(Dataset):
+    """A table of one's own: rows of numbers and codes, float64 (N, d + c), not scaled yet."""
+
+    own: OwnColumns | None = None
+
+    @property
+    def named(self) -> tuple[object, ...]:
+        assert self.own is not None
+        return *super().named, tuple(map(tuple, self.own.preparation.table.words))
 
 
-def _prepared_blocks(file: Path, own: OwnColumns, here: Mapping[str, str]) -> Iterator[Tensor]:
-    first, unseen = 0, Counter[str]()
-    for frame in frames(file, {here[name]: kind for name, kind in own.kinds.items()}, own.header, own.decimal):
-        try:
-            rows = own.prepared(Frame({name: frame[here[name]] for name in own.kinds}), unseen)
-        except ValueError as error:
-            raise ValueError(f"{file}, rows {first} to {first + len(frame) - 1}: {told(error)}") from error
-        first += len(frame)
-        yield rows
-    if not first:
-        raise ValueError(f"{file} has no rows.")
-    if unseen:
-        warnings.warn(f"{file}: {unseen_text(unseen, first)}", SlimbayesWarning, stacklevel=2)
+def with_dates(frame: Frame, kinds: Mapping[str, Kind], wanted: Sequence[str] | None = None) -> Frame:
+    """Columns of these kinds, with numbers in place of dates; of those, the wanted ones, or all that vary."""
+    found: dict[str, np.ndarray] = {}
+    for name, kind in kinds.items():
+        made = date_columns(name, frame[name]) if kind == "date" else {name: frame[name]}
+        times = kind == "date" and bool(np.nan_to_num(frame[name] % 1).any())
+        for key, values in made.items():
+            if key in found or (kind == "date" and key in kinds):
+                raise ValueError(f"column {brief(key)} has the name of a date's number: give it another.")
+            if key in wanted if wanted is not None else times or ": day " not in key.removeprefix(name):
+                found[key] = values
+    return found
+
+
+def told(error: Exception) -> str:
+    """What `Table` says, with options called as in a config."""
+    text = str(error).removeprefix("Input X contains NaN: ")
+    return text.replace("missing='impute'", "data.missing: impute").replace("categorical_features", "data.categories")
 
 
 def finished(task: Task, data: Dataset, chosen: Data) -> Task:
@@ -117,11 +135,11 @@ def finished(task: Task, data: Dataset, chosen: Data) -> Task:
         task = _standardised(task)
     if not isinstance(data, OwnTable):
         return task
-    assert data.table is not None and isinstance(task.train, Split)
+    assert data.own is not None and isinstance(task.train, Split)
     scaling: Literal["quantile", "standard", "none"] = "none"
     if chosen.scaling in ("quantile", "standard"):
         scaling = chosen.scaling
-    preparation = Preparation.learnt(data.table, scaling, task.train.x.numpy())
+    preparation = Preparation.learnt(data.own.preparation.table, scaling, task.train.x.numpy())
 
     def prepared(rows: Any) -> Any:
         return rows and Split(torch.from_numpy(preparation(rows.x.numpy())), rows.y)
@@ -132,7 +150,7 @@ def finished(task: Task, data: Dataset, chosen: Data) -> Task:
         test=prepared(task.test),
         validation=prepared(task.validation),
         scaling=replace(task.scaling, mean=None, std=None),
-        own=OwnColumns(preparation, data.passed, data.kinds, data.header, data.decimal),
+        own=replace(data.own, preparation=preparation),
     )
 
 

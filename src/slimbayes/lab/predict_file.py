@@ -55,38 +55,32 @@ def predict_file(
     if output.suffix not in (".csv", ".json", ".npz"):
         raise ValueError(f"Predictions go to .csv, .json or .npz, got {output}.")
     predictor = read_predictor(run, Execution(accelerator=accelerator).device)
-    task, allowed = predictor.task, predictor.experiment.data.allow_nonfinite
-    rows = _fitted_blocks(_blocks(inputs, predictor), task, str(inputs), allowed)
-    batches = ((x, x.new_zeros(len(x))) for x in regrouped(rows, predictor.experiment.evaluate.batch))
+    classes, size = predictor.task.classes, predictor.experiment.evaluate.batch
+    batches = ((x, x.new_zeros(len(x))) for x in regrouped(_rows(inputs, predictor), size))
     found = predictor.predict_batches(batches, f"the rows of {inputs}", "predict", [draws])
-    blocks = (as_columns(predictions[draws], task.classes, level) for predictions, _ in found)
-    return write_columns(output, blocks, task.classes)
+    return write_columns(output, (as_columns(made[draws], classes, level) for made, _ in found), classes)
 
 
-def _blocks(inputs: Path, predictor: Predictor) -> Iterator[Tensor]:
-    """Rows of a file as the run's own data were read."""
-    data, own = predictor.experiment.data, predictor.task.own
-    if own is None:
-        return row_blocks(
-            inputs, predictor.task.columns, data.allow_nonfinite, data.image_size if data.images else None
-        )
-    from slimbayes.lab.own_task import table_blocks  # needs scikit-learn, which other runs do without
+def _rows(inputs: Path, predictor: Predictor) -> Iterator[Tensor]:
+    """Rows of a file as the network takes them, read as the run's own data were."""
+    data, task, first = predictor.experiment.data, predictor.task, 0
+    blocks = (
+        row_blocks(inputs, task.columns, data.allow_nonfinite, data.image_size if data.images else None)
+        if task.own is None
+        else task.own.blocks(inputs)
+    )
+    for block in blocks:
+        yield fitted(block, task, str(inputs), first, data.allow_nonfinite)
+        first += len(block)
 
-    return table_blocks(inputs, own)
 
-
-def own_columns(facts: Any) -> OwnColumns:
-    """How rows of a table of one's own are read, from what a run wrote down."""
-    from slimbayes.lab.own_task import OwnColumns
+def own_columns(facts: Any) -> OwnColumns | None:
+    """How rows of a table of one's own are read, from what a run wrote down; None where it had no table."""
+    if facts is None:
+        return None
+    from slimbayes.lab.own_task import OwnColumns  # needs scikit-learn, which other runs do without
 
     return OwnColumns.from_facts(facts)
-
-
-def _fitted_blocks(blocks: Iterator[Tensor], task: Task, source: str, allow_nonfinite: bool) -> Iterator[Tensor]:
-    first = 0
-    for block in blocks:
-        yield fitted(block, task, source, first, allow_nonfinite)
-        first += len(block)
 
 
 # --- what a network takes ---
@@ -118,7 +112,7 @@ def read_predictor(folder: Path, device: torch.device) -> Predictor:
         names = ("mean", "std", "y_mean", "y_std")
         mean, std, y_mean, y_std = (None if facts[n] is None else _tensor(facts[n]) for n in names)
         columns = tuple(map(str, facts.get("columns", ())))  # runs of before they were kept have none
-        own = None if facts.get("own") is None else own_columns(facts["own"])
+        own = own_columns(facts.get("own"))
         plain = with_noise(experiment, facts["fills"], plain_network(experiment, facts["fills"], facts["name"]))
     except OSError as error:
         raise RunError(
@@ -211,6 +205,12 @@ def as_columns(prediction: Prediction, classes: Sequence[str], level: float | No
     return columns | {f"p({name})": probs[:, i].numpy() for i, name in enumerate(class_names(classes, probs.shape[1]))}
 
 
+def as_lists(columns: Columns, classes: Sequence[str]) -> dict[str, list[Any]]:
+    """Columns as lists of plain values, labels by name."""
+    names = class_names(classes, len(columns))
+    return {k: [names[i] for i in v.tolist()] if k == LABEL else v.tolist() for k, v in columns.items()}
+
+
 def class_names(classes: Sequence[str], count: int) -> Sequence[str]:
     """The names of classes, or their numbers where they have none."""
     return classes or tuple(map(str, range(count)))
@@ -222,38 +222,22 @@ def write_columns(file: Path, blocks: Iterable[Columns], classes: Sequence[str])
         if file.suffix == ".npz":
             return _write_npz(draft, blocks, classes)
         with open(draft, "w", encoding="utf8", newline="") as out:
-            return (_write_json if file.suffix == ".json" else _write_csv)(out, _counted(blocks, classes))
+            write, rows = _write_json if file.suffix == ".json" else _write_csv, 0
+            for columns in blocks:
+                lists = as_lists(columns, classes)
+                write(out, list(lists), list(zip(*lists.values(), strict=True)), rows == 0)
+                rows += len(next(iter(lists.values())))
+            out.write("\n]\n" if file.suffix == ".json" else "")
+            return rows
 
 
-def _counted(blocks: Iterable[Columns], classes: Sequence[str]) -> Iterator[tuple[list[str], list[tuple[object, ...]]]]:
-    """Names of the columns and lines of each block."""
-    for columns in blocks:
-        names = class_names(classes, len(columns))
-        cells = [
-            [names[i] for i in values.tolist()] if name == LABEL else values.tolist()
-            for name, values in columns.items()
-        ]
-        yield list(columns), list(zip(*cells, strict=True))
+def _write_csv(out: IO[str], names: list[str], lines: list[tuple[Any, ...]], first: bool) -> None:
+    csv.writer(out, lineterminator="\n").writerows([names, *lines] if first else lines)
 
 
-def _write_csv(out: IO[str], blocks: Iterable[tuple[list[str], list[tuple[object, ...]]]]) -> int:
-    writer, rows = csv.writer(out, lineterminator="\n"), 0
-    for names, lines in blocks:
-        if not rows:
-            writer.writerow(names)
-        writer.writerows(lines)
-        rows += len(lines)
-    return rows
-
-
-def _write_json(out: IO[str], blocks: Iterable[tuple[list[str], list[tuple[object, ...]]]]) -> int:
-    rows = 0
-    for names, lines in blocks:
-        text = json.dumps([dict(zip(names, line, strict=True)) for line in lines], indent=1)
-        out.write(("," if rows else "[") + text[1:-2])  # a list without its brackets
-        rows += len(lines)
-    out.write("\n]\n")
-    return rows
+def _write_json(out: IO[str], names: list[str], lines: list[tuple[Any, ...]], first: bool) -> None:
+    text = json.dumps([dict(zip(names, line, strict=True)) for line in lines], indent=1)
+    out.write(("[" if first else ",") + text[1:-2])  # a list without its brackets
 
 
 def _write_npz(draft: Path, blocks: Iterable[Columns], classes: Sequence[str]) -> int:

@@ -18,9 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slimbayes.data.csv_rows import first_cells, number_blocks
+from slimbayes.data.archives import npy_header
+from slimbayes.data.cells import Allow, number_in
 from slimbayes.data.folders import decode, read_square
+from slimbayes.data.table_files import cell_lines, number_blocks
 from slimbayes.errors import brief
+from slimbayes.untrusted import check_regular
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _BYTES = 1 << 22  # of a block of an array
@@ -39,20 +42,14 @@ def row_blocks(
         allow_nonfinite: take cells of a csv that are NaN or infinite.
 
     Shape: blocks of (n, ...), at least one.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-        ...     _ = file.write("a,b\\n1,2\\n"), file.flush()
-        ...     [block.tolist() for block in row_blocks(Path(file.name))]
-        [[[1.0, 2.0]]]
     """
     if not file.exists():
         raise FileNotFoundError(f"{file} is not there.")
     if file.is_dir() or file.suffix.lower() in _IMAGES:
         return _image_blocks(file, decode if size is None else partial(read_square, size=size))
+    check_regular(file)
     if file.suffix == ".csv":
-        return _csv_blocks(file, columns, not allow_nonfinite)
+        return _csv_blocks(file, columns, "any" if allow_nonfinite else "finite")
     if file.suffix not in (".npy", ".npz"):
         raise ValueError(f"{file}: rows come as .npy, .npz, .csv, an image or a folder of images.")
     return _array_blocks(file)
@@ -60,16 +57,12 @@ def row_blocks(
 
 def regrouped(blocks: Iterator[Tensor], size: int) -> Iterator[Tensor]:
     """The same rows, `size` at a time."""
-    kept: list[Tensor] = []
+    kept: Tensor | None = None
     for block in blocks:
-        kept.append(block)
-        if sum(map(len, kept)) >= size:
-            *whole, rest = torch.cat(kept).split(size)
-            whole, rest = ([*whole, rest], rest[:0]) if len(rest) == size else (whole, rest)
-            yield from whole
-            kept = [rest] if len(rest) else []
-    if kept:
-        yield torch.cat(kept)
+        *whole, kept = (block if kept is None else torch.cat([kept, block])).split(size)
+        yield from whole
+    if kept is not None:
+        yield kept
 
 
 # --- arrays ---
@@ -92,11 +85,7 @@ def _array_blocks(file: Path) -> Iterator[Tensor]:
 
 def blocks_of(stream: IO[bytes]) -> Iterator[Tensor]:
     """The array of a .npy stream in blocks of rows."""
-    version = np.lib.format.read_magic(stream)
-    reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
-    if reader is None:
-        raise ValueError(f"its format {version} is not known")
-    shape, fortran, dtype = reader(stream)
+    shape, fortran, dtype = npy_header(stream)
     if dtype.hasobject or not shape or min(shape) < 0:
         raise ValueError("an array of rows of numbers is needed")
     rows, row = shape[0], dtype.itemsize * math.prod(shape[1:])
@@ -116,7 +105,7 @@ def blocks_of(stream: IO[bytes]) -> Iterator[Tensor]:
 
 
 def _image_blocks(path: Path, read: Callable[[Path], Tensor]) -> Iterator[Tensor]:
-    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix.lower() in _IMAGES)
+    files = sorted(p for p in path.iterdir() if p.suffix.lower() in _IMAGES) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"{path} holds no image that ends in {', '.join(_IMAGES)}.")
     first = read(files[0]).shape
@@ -131,44 +120,18 @@ def _image_blocks(path: Path, read: Callable[[Path], Tensor]) -> Iterator[Tensor
 # --- tables ---
 
 
-def _csv_blocks(file: Path, columns: Sequence[str], finite: bool) -> Iterator[Tensor]:
+def _csv_blocks(file: Path, columns: Sequence[str], allow: Allow) -> Iterator[Tensor]:
     """Rows of a csv in the order of `columns`. A first line of numbers is a row, unless they are the columns' names."""
-    first, rows = first_cells(file), 0
-    named = not _is_row(first, columns, file)
-    order = None
-    if named and first and columns:
+    first = next(cell_lines(file), (1, []))[1]
+    named = columns and (set(first) == set(columns) or any(number_in(cell) is None for cell in first))
+    if named:
         check_names(f"{file}, line 1", first, columns)
-        order = [first.index(column) for column in columns]
-    for block in number_blocks(file, first, named, order, finite):
-        rows += len(block)
+    for block in number_blocks(file, columns if named else None, True if named else None, allow):
         yield torch.from_numpy(block)
-    if not rows:
-        raise ValueError(f"{file} has no rows{' below its line of column names' if first else ''}.")
-
-
-def _is_row(first: Sequence[str], columns: Sequence[str], file: Path) -> bool:
-    """Whether the first line holds numbers. Where no names are known, one of numbers and words is neither."""
-    numbers = []
-    for cell in first:
-        with contextlib.suppress(ValueError):
-            float(cell)
-            numbers.append(cell)
-    if 0 < len(numbers) < len(first) and not columns:
-        raise ValueError(
-            f"{file}, line 1 holds numbers ({numbers[0]!r}) and other cells, so it is neither a row nor column names. "
-            f"Fill in its missing cells, or give every column a name that is no number."
-        )
-    return bool(first) and len(numbers) == len(first) and set(first) != set(columns)
 
 
 def check_names(place: str, names: Sequence[str], needed: Sequence[str], passed: Sequence[str] = ()) -> None:
-    """Refuse columns unless all that are needed are there, once, and no others but those that may be passed over.
-
-    >>> check_names("a.csv", ["size", "toun"], ["size", "town"])
-    Traceback (most recent call last):
-    ...
-    ValueError: a.csv: columns missing: 'town'; not known to the run: 'toun'. The run was trained on 'size', ...
-    """
+    """Refuse columns unless all that are needed are there, once, and no others but those that may be passed over."""
     faults = {
         "missing": [name for name in needed if name not in names],
         "not known to the run": [name for name in names if name not in needed and name not in passed],

@@ -78,12 +78,7 @@ class Job:
 
 
 class Queue:
-    """A model's waiting line.
-
-    Args:
-        most_rows: of one batch.
-        patience: seconds that an accepted request should wait at most.
-    """
+    """A model's waiting line: batches have `most_rows`, an accepted request should wait `patience` seconds at most."""
 
     def __init__(self, model: Served, most_rows: int = 1024, patience: float = 0.25) -> None:
         self.model, self.most_rows, self.patience = model, most_rows, patience
@@ -137,7 +132,8 @@ class Queue:
     async def _answer(self, batch: list[Job]) -> None:
         start, work = time.perf_counter(), sum(len(job.rows) * job.draws for job in batch)
         try:
-            found = await self._run(np.concatenate([job.rows for job in batch]), batch[0])
+            rows, loop = np.concatenate([job.rows for job in batch]), asyncio.get_running_loop()
+            found = await loop.run_in_executor(self.thread, self.model.predict, rows, *batch[0].kind)
         except Exception as error:
             if len(batch) > 1:  # one request's rows are no reason to fail another's
                 for job in batch:
@@ -153,18 +149,10 @@ class Queue:
                 job.answer.set_result({name: values[first:last] for name, values in found.items()})
             first = last
 
-    async def _run(self, rows: np.ndarray, like: Job) -> Columns:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.thread, self.model.predict, rows, like.draws, like.level)
-
 
 class Guard:
-    """An ASGI application around another.
-
-    Args:
-        key: what X-API-Key must be; None lets everyone in. /healthz is always open.
-        wait: seconds in which requests should be answered.
-    """
+    """An ASGI application around another. `key` is what X-API-Key must be, None lets everyone in; `wait` the seconds in
+    which requests should be answered. /healthz is always open."""
 
     def __init__(self, app: ASGIApp, key: str | None, wait: float) -> None:
         self.app, self.key, self.wait = app, key, wait

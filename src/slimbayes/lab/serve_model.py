@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from slimbayes.data import Split
 from slimbayes.errors import brief
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.own_config import OwnCodeError, code_is_allowed
-from slimbayes.lab.predict_file import LABEL, as_columns, class_names, fitted, own_columns, read_predictor
+from slimbayes.lab.predict_file import as_columns, as_lists, fitted, own_columns, read_predictor
 from slimbayes.lab.predict_input import check_names
 from slimbayes.lab.run_folder import RunError
 from slimbayes.prediction.export import SUMMARIES
@@ -31,104 +31,86 @@ Columns = dict[str, list[Any]]
 Named = dict[str, list[Any]]  # rows' values by column's name
 
 
-class Checked(NamedTuple):
-    """Rows as a model takes them, and what whoever asked should know of them."""
-
-    rows: np.ndarray
-    notes: tuple[str, ...] = ()
-
-
-class Served(Protocol):
+class Served:
     """A model behind a server."""
 
-    @property
-    def row(self) -> tuple[int, ...]:
-        """Shape of one row."""
+    row: tuple[int, ...]  # shape of one
+    draws: int | None = None  # of each member by default, where a request may choose them
+    names: tuple[str, ...] = ()  # of the columns of rows of numbers, where they have some
+    own: OwnColumns | None = None  # how rows of a table of one's own are read
 
     @property
     def columns(self) -> dict[str, str]:
         """What the columns of a row hold, by name, where rows have names."""
+        return dict.fromkeys(self.names, "number") if self.own is None else dict(self.own.kinds)
 
-    @property
-    def draws(self) -> int | None:
-        """Draws of each member by default, where a request may choose them."""
+    def check(self, rows: np.ndarray | Named) -> tuple[np.ndarray, tuple[str, ...]]:
+        """Rows (N, ...), or values by column's name, as the model takes them, and what whoever asked should know of
+        them; or a ValueError."""
+        if self.own is None:
+            x = self.fitted(_array(rows, self.names))
+            if len(bad := np.argwhere(~np.isfinite(x))):
+                raise ValueError(f"rows: row {bad[0, 0]} holds NaN or infinity, or a number beyond single precision.")
+            return x, ()
+        if not isinstance(rows, dict):
+            some = {"number": 1.5, "word": "text", "date": "2024-01-31"}
+            example = {name: some[kind] for name, kind in self.own.kinds.items()}
+            raise ValueError(f"rows: each must have its columns' names, as in {brief(example)}.")
+        made, notes = self.own.rows(rows)
+        return made.numpy(), notes
 
-    def check(self, rows: np.ndarray | Named) -> Checked:
-        """Rows (N, ...), or values by column's name, as the model takes them, or a ValueError."""
+    def fitted(self, rows: np.ndarray) -> np.ndarray:
+        """Rows in the shape and type that the model takes, or a ValueError; infinite where a number is too large."""
+        raise NotImplementedError
 
     def predict(self, rows: np.ndarray, draws: int, level: float | None) -> Columns:
         """Predictions by name, each of N values."""
+        raise NotImplementedError
 
 
-class RunModel:
+class RunModel(Served):
     """A finished run: its draws are the same for all rows and calls, so answers do not depend on who else asks."""
 
     def __init__(self, folder: Path, draws: int, accelerator: Any = "auto") -> None:
         self.predictor, self.draws = read_predictor(folder, Execution(accelerator=accelerator).device), draws
-        assert isinstance(self.predictor.task.test, Split)
-        self.row = tuple(self.predictor.task.test.x.shape[1:])
+        task = self.predictor.task
+        assert isinstance(task.test, Split)
+        self.row, self.names, self.own = tuple(task.test.x.shape[1:]), task.columns, task.own
         self.predict(np.zeros((2, *self.row), np.float32), draws, None)  # rows are located before anyone waits
 
-    @property
-    def columns(self) -> dict[str, str]:
-        task = self.predictor.task
-        return dict.fromkeys(task.columns, "number") if task.own is None else dict(task.own.kinds)
-
-    def check(self, rows: np.ndarray | Named) -> Checked:
-        task = self.predictor.task
-        if task.own is not None:
-            return _own_rows(rows, task.own)
-        x = fitted(torch.as_tensor(_array(rows, task.columns)), task, "rows")
-        _refuse_infinite(x.numpy())
-        return Checked(x.numpy())
+    def fitted(self, rows: np.ndarray) -> np.ndarray:
+        return fitted(torch.as_tensor(rows), self.predictor.task, "rows").numpy()
 
     def predict(self, rows: np.ndarray, draws: int, level: float | None) -> Columns:
         x, classes = torch.as_tensor(rows), self.predictor.task.classes
         batches = [(x, x.new_zeros(len(x)))]
         made, _ = next(self.predictor.predict_batches(batches, "the rows", "predict", [draws]))
-        columns = as_columns(made[draws], classes, level)
-        names = class_names(classes, len(columns))
-        return {k: [names[i] for i in v.tolist()] if k == LABEL else v.tolist() for k, v in columns.items()}
+        return as_lists(as_columns(made[draws], classes, level), classes)
 
 
-class ExportedModel:
-    """What `sb.export` wrote, with the draws in it.
-
-    Args:
-        about: what the file says of itself.
-        kind: type of its input.
-        run: the graph, rows (N, ...) to mean, aleatoric and epistemic uncertainty.
-    """
-
-    draws: int | None = None
+class ExportedModel(Served):
+    """What `sb.export` wrote, with the draws in it: `about` is what the file says of itself, `kind` the type of its
+    input, and `run` the graph, rows (N, ...) to mean, aleatoric and epistemic uncertainty."""
 
     def __init__(self, file: Path, about: Any, kind: np.dtype[Any], run: Callable[[np.ndarray], Sequence[Any]]) -> None:
         self.kind, self.run = kind, run
         try:
             (name,) = about["inputs"]
             self.row, outputs = tuple(map(int, about["inputs"][name][1:])), tuple(about["outputs"])
-            self.own = None if about.get("own") is None else own_columns(about["own"])
+            self.own = own_columns(about.get("own"))
         except (KeyError, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
             raise RunError(f"{file} was not written by sb.export, or takes several inputs.") from error
         if outputs != SUMMARIES:
             raise RunError(f"{file} gives draws, no predictions: export it with likelihood=.")
 
-    @property
-    def columns(self) -> dict[str, str]:
-        return {} if self.own is None else dict(self.own.kinds)
-
-    def check(self, rows: np.ndarray | Named) -> Checked:
-        if self.own is not None:
-            return _own_rows(rows, self.own)
-        rows = _array(rows, ())
+    def fitted(self, rows: np.ndarray) -> np.ndarray:
         if rows.shape[1:] != self.row:
             raise ValueError(f"rows: each row must have shape {self.row}, got {rows.shape[1:]}.")
         with np.errstate(over="ignore", invalid="ignore"):
             cast = rows.astype(self.kind)
-        _refuse_infinite(cast)
         if cast.dtype.kind != "f" and (cast != rows).any():
             raise ValueError(f"rows: whole numbers are needed, of {self.kind.name}.")
-        return Checked(cast)
+        return cast
 
     def predict(self, rows: np.ndarray, draws: int, level: float | None) -> Columns:
         return {name: values.tolist() for name, values in zip(SUMMARIES, self.run(rows), strict=True)}
@@ -178,16 +160,6 @@ def open_pt2(file: Path) -> ExportedModel:
     return ExportedModel(file, about, torch.empty(0, dtype=like.dtype).numpy().dtype, run)
 
 
-def _own_rows(rows: np.ndarray | Named, own: OwnColumns) -> Checked:
-    """Rows of a table of one's own, by column's name, as its network takes them."""
-    if not isinstance(rows, dict):
-        some = {"number": 1.5, "word": "text", "date": "2024-01-31"}
-        example = {name: some[kind] for name, kind in own.kinds.items()}
-        raise ValueError(f"rows: each must have its columns' names, as in {brief(example)}.")
-    made, notes = own.rows(rows)
-    return Checked(made.numpy(), notes)
-
-
 def _array(rows: np.ndarray | Named, names: Sequence[str]) -> np.ndarray:
     """Rows (N, ...): columns of numbers by these names or, if there are none, as they come; or a column of lists."""
     if isinstance(rows, np.ndarray):
@@ -200,13 +172,6 @@ def _array(rows: np.ndarray | Named, names: Sequence[str]) -> np.ndarray:
             raise ValueError(f"rows: column {brief(name)} must hold numbers, and none may be missing.")
     first = next(iter(every.values()))
     return first if len(every) == 1 and first.ndim > 1 else np.stack(list(every.values()), 1)
-
-
-def _refuse_infinite(rows: np.ndarray) -> None:
-    """Also numbers that single precision has no place for."""
-    bad = np.argwhere(~np.isfinite(rows))
-    if len(bad):
-        raise ValueError(f"rows: row {bad[0, 0]} holds NaN or infinity, or a number beyond single precision.")
 
 
 def open_model(path: Path, draws: int, accelerator: Any = "auto") -> Served:

@@ -21,7 +21,7 @@ from fastapi import HTTPException, Request
 
 from slimbayes.errors import brief, cut
 from slimbayes.lab.predict_input import DAMAGE, blocks_of
-from slimbayes.lab.serve_model import Checked, Columns, Named, Served
+from slimbayes.lab.serve_model import Columns, Named, Served
 from slimbayes.untrusted import parse_json
 
 JSON, NPY, ARROW = "application/json", "application/x-npy", "application/vnd.apache.arrow.stream"
@@ -78,8 +78,8 @@ def media(kind: str) -> str:
 
 def asked(
     body: bytes, kind: str, query: Mapping[str, str], model: Served, limits: Limits
-) -> tuple[Checked, int, float | None]:
-    """Rows, draws and level of a request, from its body or its address."""
+) -> tuple[tuple[np.ndarray, tuple[str, ...]], int, float | None]:
+    """Rows, and notes on them, draws and level of a request, from its body or its address."""
     readers: dict[str, Callable[[bytes, int], tuple[np.ndarray | Named, dict[str, Any]]]]
     readers = {NPY: _npy, ARROW: _arrow, JSON: _json, "": _json}
     if media(kind) not in readers:

@@ -202,12 +202,7 @@ def merged(below: Tree, above: Mapping[str, Any]) -> Tree:
 
 
 def row_names(tree: Tree) -> list[str]:
-    """Names of a file's rows, in order: labels of the axes joined by hyphens, or the keys of `rows`.
-
-    Example:
-        >>> row_names({"axes": {"data": {"mnist": {}, "imdb": {}}, "rank": {"1": {}, "2": {}}}})
-        ['mnist-1', 'mnist-2', 'imdb-1', 'imdb-2']
-    """
+    """Names of a file's rows, in order: labels of the axes joined by hyphens, or the keys of `rows`."""
     rows = list(tree.get("rows", {}))
     names = list(_grid(tree)) or rows
     if odd := [name for name in rows if name not in names]:
@@ -234,10 +229,6 @@ def row_parts(tree: Tree, name: str) -> list[Tree]:
 
     A part that extends "#other", another row of the file, comes after the parts of that one. Printed labels
     (`paper.row`) of several axes are joined by commas.
-
-    Example:
-        >>> row_parts({"rows": {"a": {"seed": 1}, "b": {"extends": ["#a"], "name": "{row}"}}}, "b")
-        [{'seed': 1}, {'extends': ['#a'], 'name': '{row}'}, {'name': 'b'}]
     """
     names = row_names(tree)
     if name not in names:

@@ -35,7 +35,7 @@ from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.sklearn.columns import Missing, Preparation, Scaling, Table, is_frame
-from slimbayes.sklearn.network import Recipe, Rows, Trainer
+from slimbayes.sklearn.network import Rows, Trainer
 from slimbayes.train.likelihoods import LikelihoodName
 
 _FEWEST = 40  # rows from which some are held out: fewer say little about when to stop
@@ -107,7 +107,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
     # --- training ---
 
-    def _fit(self, X: Any, y: Any, sample_weight: Any) -> Self:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Train on a table (N, d) and labels (N,) of any type, or real targets (N,) or (N, T)."""
         known = self._begin(X, y, sample_weight)
         self.seen_ = known.weight.sum()  # of all rows so far, for `partial_fit`
         kept, held = self._split(known)
@@ -161,11 +162,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             network, part = self._network(self.preparation_.width, self.table_.sizes)
             bayesianize(part, default_method(self._own) if self.method is None else self.method)
             self.network_ = network.to(self.device)
-        likelihood, scale = self._meaning()
-        recipe = Recipe(
-            likelihood, self.epochs, self.batch_size, self.lr, self.weight_decay, self.kl_weight, self.patience, scale
-        )  # fmt: skip
-        return Trainer(self.network_, recipe)
+        training = self.epochs, self.batch_size, self.lr, self.weight_decay, self.kl_weight, self.patience
+        return Trainer(self.network_, *self._meaning(), *training)
 
     @contextmanager
     def _seeded(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ say where). Read tables have their numbers first, then codes of categories: 0 st
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal, Self
@@ -16,14 +16,12 @@ from typing import Any, Literal, Self
 import numpy as np
 from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import FunctionTransformer, OrdinalEncoder, QuantileTransformer, StandardScaler
+from sklearn.preprocessing import FunctionTransformer, QuantileTransformer, StandardScaler
 
 from slimbayes.errors import SlimbayesWarning, brief, did_you_mean
 
 Missing = Literal["refuse", "impute"]
 Scaling = Literal["quantile", "standard", "none"]
-UNKNOWN = -1  # the encoder's code of a category that is new
-_NOTHING = np.array(None, dtype=object)
 
 
 def is_frame(X: Any) -> bool:
@@ -40,20 +38,13 @@ class Table:
         missing: "refuse" raises on missing values and unknown categories; "impute" fills numbers with their median,
             beside a column that says where, and gives categories one more value, which unknown ones are too: a
             warning tells how many.
-
-    Example:
-        >>> import pandas as pd
-        >>> frame = pd.DataFrame({"size": [1.0, 2.0], "colour": ["red", "blue"]})
-        >>> table = Table("auto", "refuse")
-        >>> table.fit(frame).tolist(), table.sizes
-        ([[1.0, 2.0], [2.0, 1.0]], (3,))
     """
 
     wanted: Any
     missing: Missing
     names: list[str] = field(default_factory=list)
     categories: list[int] = field(default_factory=list)
-    encoder: OrdinalEncoder | None = None
+    words: list[list[Any]] = field(default_factory=list)  # of each column of categories, in the order of their codes
 
     @property
     def numbers(self) -> list[int]:
@@ -63,21 +54,16 @@ class Table:
     @property
     def sizes(self) -> tuple[int, ...]:
         """How many codes each category has."""
-        return () if self.encoder is None else tuple(len(found) + 1 for found in self.encoder.categories_)
+        return tuple(len(words) + 1 for words in self.words)
 
     def fit(self, X: Any, rows: Any = slice(None)) -> np.ndarray:
-        """Learn a table's columns from some of its rows, by default all, and read these."""
-        frame = is_frame(X)
-        self.names = [str(name) for name in X.columns] if frame else [str(j) for j in range(np.shape(X)[1])]
+        """Learn the columns of a DataFrame, array or mapping from some of its rows, by default all, and read these."""
+        frame = is_frame(X) or isinstance(X, Mapping)
+        self.names = [str(name) for name in getattr(X, "columns", X)] if frame else list(map(str, range(X.shape[1])))
         if len(set(self.names)) < len(self.names):
             raise ValueError("X has two columns of one name: give each a name of its own.")
         self.categories = sorted(set(self._chosen(X, frame)))
-        self.encoder = None
-        if self.categories:
-            words = self._words(X)[rows]
-            known = [next((word for word in column if word is not None), "") for column in words.T]
-            unknown = {"handle_unknown": "use_encoded_value", "unknown_value": UNKNOWN}
-            self.encoder = OrdinalEncoder(**unknown).fit(_filled(words, known))
+        self.words = [self._known(j, set(_words(_column(X, j))[rows]) - {None}) for j in self.categories]
         return self.read(X, rows)
 
     def read(self, X: Any, rows: Any = slice(None), unseen: Counter[str] | None = None) -> np.ndarray:
@@ -87,7 +73,8 @@ class Table:
         """
         columns = [self._numbers(X, j)[rows] for j in self.numbers]
         found: Counter[str] = Counter()
-        read = np.stack([*columns, *self._codes(X, rows, found).T], 1)
+        codes = [self._codes(k, _words(_column(X, j))[rows], found) for k, j in enumerate(self.categories)]
+        read = np.stack([*columns, *codes], 1)
         if found and unseen is None:
             warnings.warn(unseen_text(found, len(read)), SlimbayesWarning, stacklevel=2)
         elif unseen is not None:
@@ -110,23 +97,25 @@ class Table:
                 hint = did_you_mean(str(one), self.names) if frame else f": X has {len(self.names)} columns."
                 raise ValueError(f"categorical_features names {brief(one)}, which X does not have{hint}")
 
-    def _words(self, X: Any) -> np.ndarray:
-        return np.stack([_words(_column(X, j)) for j in self.categories], 1)
+    def _known(self, j: int, words: set[Any]) -> list[Any]:
+        try:
+            return sorted(words) or [""]
+        except TypeError as error:
+            kinds = ", ".join(sorted({type(word).__name__ for word in words}))
+            raise TypeError(f"Column {self.names[j]!r} holds categories of several types: {kinds}.") from error
 
-    def _codes(self, X: Any, rows: Any, unseen: Counter[str]) -> np.ndarray:
-        """Codes of the categories, (N, c); unknown ones are counted by column, or refused."""
-        if self.encoder is None:
-            return np.empty((len(np.arange(len(X))[rows]), 0))
-        words = self._words(X)[rows]
-        codes = self.encoder.transform(_filled(words, [found[0] for found in self.encoder.categories_]))
-        new = codes == UNKNOWN
-        unseen.update({self.names[j]: int(count) for j, count in zip(self.categories, new.sum(0)) if count})
-        for row, position in np.argwhere(new)[: 1 if self.missing == "refuse" else 0]:
-            raise ValueError(
-                f"Column {self.names[self.categories[position]]!r} holds {brief(words[row, position])}, a category "
-                f"that training did not see. missing='impute' treats such values as missing."
-            )
-        return np.where(np.equal(words, _NOTHING), 0, np.maximum(codes + 1, 0))
+    def _codes(self, k: int, words: np.ndarray, unseen: Counter[str]) -> list[int]:
+        """Codes (N,) of the words of a column; unknown ones are counted, or refused."""
+        name, codes = self.names[self.categories[k]], {word: code for code, word in enumerate(self.words[k], 1)}
+        codes[None] = 0
+        if new := [word for word in words if word not in codes]:
+            if self.missing == "refuse":
+                raise ValueError(
+                    f"Column {name!r} holds {brief(new[0])}, a category that training did not see. "
+                    f"missing='impute' treats such values as missing."
+                )
+            unseen[name] += len(new)
+        return [codes.get(word, 0) for word in words]
 
     def _numbers(self, X: Any, j: int) -> np.ndarray:
         column = _column(X, j)
@@ -159,18 +148,14 @@ class Table:
 
 
 def unseen_text(unseen: Counter[str], rows: int) -> str:
-    """What to say of unknown categories by column.
-
-    >>> unseen_text(Counter({"town": 2}), 100)
-    "Categories that training did not see count as missing: in column 'town' (2 of 100 rows)."
-    """
+    """What to say of unknown categories by column."""
     told = [f"{brief(name)} ({count:,} of {rows:,} rows)" for name, count in unseen.most_common(5)]
     more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
     return f"Categories that training did not see count as missing: in column {', '.join(told)}{more}."
 
 
 def _column(X: Any, j: int) -> np.ndarray:
-    return np.asarray(X[list(X.columns)[j]] if is_frame(X) else X[:, j])
+    return np.asarray(X[:, j] if isinstance(X, np.ndarray) else X[list(getattr(X, "columns", X))[j]])
 
 
 def _holds_words(X: Any, j: int, name: str) -> bool:
@@ -197,11 +182,6 @@ def _words(column: np.ndarray) -> np.ndarray:
     return out
 
 
-def _filled(words: np.ndarray, fillers: Sequence[Any]) -> np.ndarray:
-    """Words (N, c) with gaps filled: a gap is no category."""
-    return np.where(np.equal(words, _NOTHING), np.array(fillers, dtype=object), words)
-
-
 def scaler(scaling: Scaling, missing: Missing, rows: int, seed: int) -> Any:
     """What fills in and scales columns of numbers.
 
@@ -218,17 +198,7 @@ def scaler(scaling: Scaling, missing: Missing, rows: int, seed: int) -> Any:
 
 @dataclass
 class Preparation:
-    """What rows of a table become before a network sees them.
-
-    Example:
-        >>> table = Table([1], "refuse")
-        >>> read = table.fit(np.array([[1.0, "red"], [3.0, "blue"]], dtype=object))
-        >>> found = Preparation.learnt(table, "standard", read)
-        >>> found(read).tolist(), found.width, table.sizes
-        ([[-1.0, 2.0], [1.0, 1.0]], 1, (3,))
-        >>> (Preparation.from_facts(found.facts())(read) == found(read)).all()
-        np.True_
-    """
+    """What rows of a table become before a network sees them."""
 
     table: Table
     scaling: Scaling
@@ -255,11 +225,10 @@ class Preparation:
 
     def facts(self) -> dict[str, Any]:
         """All that was learnt, as JSON holds it."""
-        encoder, steps = self.table.encoder, {} if self.steps is None else self.steps.named_steps
+        steps = {} if self.steps is None else self.steps.named_steps
         facts: dict[str, Any] = {
             "names": self.table.names, "missing": self.table.missing, "scaling": self.scaling,
-            "categories": self.table.categories,
-            "words": [] if encoder is None else [list(map(str, found)) for found in encoder.categories_],
+            "categories": self.table.categories, "words": [list(map(str, words)) for words in self.table.words],
         }  # fmt: skip
         if (one := steps.get("simpleimputer")) is not None:
             facts |= {"fill": one.statistics_.tolist(), "gaps": one.indicator_.features_.tolist()}
@@ -272,10 +241,8 @@ class Preparation:
     @classmethod
     def from_facts(cls, facts: dict[str, Any]) -> Self:
         """What `facts` wrote down. Steps are fitted to rows that give them their shapes, then get their numbers."""
-        table = Table(facts["categories"], facts["missing"], list(facts["names"]), list(facts["categories"]))
-        if words := [np.array(found, dtype=object) for found in facts["words"]]:
-            encoder = OrdinalEncoder(categories=words, handle_unknown="use_encoded_value", unknown_value=UNKNOWN)
-            table.encoder = encoder.fit(np.array([[found[0] for found in words]], dtype=object))
+        learnt = list(facts["names"]), list(facts["categories"]), list(map(list, facts["words"]))
+        table = Table(facts["categories"], facts["missing"], *learnt)
         count = len(table.numbers)
         if not count:
             return cls(table, facts["scaling"], None)

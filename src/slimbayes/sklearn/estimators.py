@@ -55,10 +55,6 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         (2, 3)
     """
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train on a table (N, d) and labels (N,) of any type."""
-        return self._fit(X, y, sample_weight)
-
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
         """One epoch over these rows; the first call learns columns and scales, and needs all `classes`."""
         if classes is not None and not hasattr(self, "network_"):
@@ -142,10 +138,6 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
 
     _: KW_ONLY
     noise: Any = "heteroscedastic"
-
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train on a table (N, d) and targets (N,) or (N, T)."""
-        return self._fit(X, y, sample_weight)
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """One epoch over these rows; the first call learns columns and scales, of the targets too."""

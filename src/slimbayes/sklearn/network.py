@@ -32,16 +32,13 @@ _GAIN = 10.0
 
 
 class TableNet(nn.Sequential):
-    """Dense layers `dense1`, `dense2`, ... with ReLU and the last one, `head`; `table` embeds categories.
+    """Dense layers `dense1`, `dense2`, ... with ReLU and the last one, `head`; `table` embeds categories, of which
+    `sizes` says how many codes each column has.
 
     Shape: (B, d + c) numbers, then codes of categories -> (B, outputs).
-
-    Example:
-        >>> TableNet(2, (3, 5), hidden=(8,), outputs=4)(torch.zeros(6, 4)).shape
-        torch.Size([6, 4])
     """
 
-    def __init__(self, numbers: int, sizes: Sequence[int], hidden: Sequence[int], outputs: int) -> None:
+    def __init__(self, numbers: int, sizes: Sequence[int], outputs: int, hidden: Sequence[int] = (128, 128)) -> None:
         table = Embedded(numbers, sizes)
         super().__init__()
         if sizes:
@@ -60,6 +57,9 @@ class TableNet(nn.Sequential):
         for module in self.modules():
             if isinstance(module, Head | Embedded):
                 module.init_weights()
+
+
+table_net = TableNet  # as configs call it
 
 
 class Head(nn.Linear):
@@ -104,19 +104,12 @@ class Targets(nn.Module):
             which is trained; a number is a standard deviation that needs no scale.
 
     Shape: (B, T) or (B, 2 T) -> (B, T, 2), or (B, T) where the noise is a number.
-
-    Example:
-        >>> Targets(nn.Linear(3, 2), 2, noise=0.5)(torch.zeros(4, 3)).shape
-        torch.Size([4, 2])
     """
 
     def __init__(self, network: nn.Module, targets: int, noise: Noise) -> None:
         super().__init__()
-        self.network, self.targets = network, targets
-        self.raw: nn.Parameter | None = None
-        self.noise, self.gain = noise, _GAIN
-        if noise == "learned":
-            self.raw = nn.Parameter(torch.zeros(targets))
+        self.network, self.targets, self.noise = network, targets, noise
+        self.raw = nn.Parameter(torch.zeros(targets)) if noise == "learned" else None
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.network(x)
@@ -129,20 +122,9 @@ class Targets(nn.Module):
             )
         if self.noise == "heteroscedastic":
             return out.unflatten(-1, (self.targets, 2))
-        out = out.unflatten(-1, (self.targets,))
         if self.raw is None:
             return out
-        return torch.stack([out, (self.gain * self.raw).to(out.dtype).expand_as(out)], -1)
-
-
-def table_net(numbers: int, sizes: Sequence[int], outputs: int, hidden: Sequence[int] = (128, 128)) -> TableNet:
-    """Dense layers for tables with so many columns of numbers, and columns of so many categories each.
-
-    Example:
-        >>> table_net(2, (3,), outputs=1)(torch.zeros(4, 3)).shape
-        torch.Size([4, 1])
-    """
-    return TableNet(numbers, sizes, hidden, outputs)
+        return torch.stack([out, (_GAIN * self.raw).to(out.dtype).expand_as(out)], -1)
 
 
 def build(module: Module, numbers: int, sizes: Sequence[int], outputs: int) -> nn.Module:
@@ -157,7 +139,7 @@ def build(module: Module, numbers: int, sizes: Sequence[int], outputs: int) -> n
     widths = (128, 128) if module is None else module
     if isinstance(widths, str) or not all(isinstance(width, int) and width > 0 for width in widths):
         raise ValueError(f"module must be a torch.nn.Module, a function that builds one or widths, got {module!r}.")
-    return TableNet(numbers, sizes, widths, outputs)
+    return TableNet(numbers, sizes, outputs, widths)
 
 
 @torch.no_grad()
@@ -188,28 +170,25 @@ class Rows(NamedTuple):
         return Rows(self.x[index], self.y[index], self.weight[index])
 
 
-@dataclass
-class Recipe:
-    """How to train; the estimators describe the fields."""
+@dataclass(eq=False)
+class Trainer:
+    """A network in training, which may see its rows all at once (`fit`) or in parts (`epoch`); the estimators describe
+    the fields."""
 
+    network: nn.Module
     likelihood: LikelihoodName
+    scale: float | Tensor  # of the noise, where it is given, or of its bounds
     epochs: int
     batch_size: int | None
     lr: float
     weight_decay: float
     kl_weight: float
     patience: int
-    scale: float | Tensor = 0.0  # of the noise, where it is given, or of its bounds
+    seen: float = 0.0  # weight of all rows so far: the KL is shared out among them
 
-
-class Trainer:
-    """A network in training, which may see its rows all at once (`fit`) or in parts (`epoch`)."""
-
-    def __init__(self, network: nn.Module, recipe: Recipe) -> None:
-        self.network, self.recipe = network, recipe
-        groups = param_groups(network, recipe.weight_decay)
-        self.optimizer = torch.optim.AdamW(groups, lr=recipe.lr, weight_decay=0.0, fused=True)
-        self.seen = 0.0  # weight of all rows so far: the KL is shared out among them
+    def __post_init__(self) -> None:
+        groups = param_groups(self.network, self.weight_decay)
+        self.optimizer = torch.optim.AdamW(groups, lr=self.lr, weight_decay=0.0, fused=True)
 
     def fit(self, rows: Rows, held_out: Rows | None) -> list[float]:
         """Train until held-out rows have not been predicted better for `patience` epochs; returns their NLLs.
@@ -219,14 +198,14 @@ class Trainer:
         curve: list[float] = []
         best: dict[str, Tensor] = {}
         self.seen = float(rows.weight.sum())
-        for _ in range(self.recipe.epochs):
+        for _ in range(self.epochs):
             self.epoch(rows)
             if held_out is None:
                 continue
             curve.append(self.nll(held_out))
             if curve[-1] <= min(curve):
                 best = copy.deepcopy(self.network.state_dict())
-            elif len(curve) - curve.index(min(curve)) > self.recipe.patience:
+            elif len(curve) - curve.index(min(curve)) > self.patience:
                 break
         if best:
             self.network.load_state_dict(best)
@@ -238,8 +217,8 @@ class Trainer:
         for batch in self._batches(rows):
             outputs = sample(self.network, batch.x)
             share = batch.weight / rows.weight.mean()
-            nll = -(log_likelihood(self.recipe.likelihood, outputs, batch.y, self.recipe.scale).mean(0) * share).mean()
-            terms = elbo(nll, self.network, max(1, round(self.seen)), self.recipe.kl_weight)
+            nll = -(log_likelihood(self.likelihood, outputs, batch.y, self.scale).mean(0) * share).mean()
+            terms = elbo(nll, self.network, max(1, round(self.seen)), self.kl_weight)
             self.optimizer.zero_grad()
             terms.loss.backward()
             nn.utils.clip_grad_norm_(self.network.parameters(), 1.0, error_if_nonfinite=True)
@@ -247,7 +226,7 @@ class Trainer:
 
     def nll(self, rows: Rows, draws: int = 4) -> float:
         """Mean negative log-likelihood of rows under the mixture of some draws, the same at every call."""
-        found = predict(self.network, rows.x, draws, likelihood=self.recipe.likelihood, scale=self.recipe.scale, seed=0)
+        found = predict(self.network, rows.x, draws, likelihood=self.likelihood, scale=self.scale, seed=0)
         logp = found.log_prob(rows.y)
         logp = logp.sum(-1) if logp.dim() > 1 else logp
         return float(-(logp * rows.weight).sum() / rows.weight.sum())
@@ -255,7 +234,7 @@ class Trainer:
     def _batches(self, rows: Rows) -> Iterator[Rows]:
         """Batches of nearly equal size in a random order: a last one of a single row would be all noise."""
         count = len(rows.x)
-        size = batch_size(count) if self.recipe.batch_size is None else self.recipe.batch_size
+        size = batch_size(count) if self.batch_size is None else self.batch_size
         if size >= count:
             yield rows
             return
@@ -277,10 +256,6 @@ def log_likelihood(likelihood: LikelihoodName, outputs: Tensor, target: Tensor, 
     """Log-likelihood of every row under every draw, which the likelihoods' own means leave no room to weigh.
 
     Shape: outputs (S, B, C), (S, B, T) or (S, B, T, 2), target (B,) or (B, T); returns (S, B).
-
-    Example:
-        >>> log_likelihood("categorical", torch.zeros(2, 3, 4), torch.tensor([0, 1, 2])).exp()[0]
-        tensor([0.2500, 0.2500, 0.2500])
     """
     first, second = LIKELIHOODS[likelihood].predictive(outputs, scale, None)
     if LIKELIHOODS[likelihood].discrete:

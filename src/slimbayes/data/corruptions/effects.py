@@ -47,10 +47,6 @@ def disk(radius: float, alias: float) -> Tensor:
     Quirk: the Gaussian mirrors at the kernel's border, so that disks reaching it (radius 8 and 10) don't sum to 1.
 
     Shape: result (k, k).
-
-    Example:
-        >>> disk(1.0, 0.2).shape, round(float(disk(1.0, 0.2).sum()), 6)
-        (torch.Size([5, 5]), 1.0)
     """
     reach, soft = (8, 1) if radius <= 8 else (math.floor(radius), 2)
     line = torch.arange(-reach, reach + 1, dtype=torch.float64, device="cpu")
@@ -193,10 +189,6 @@ def box_matrix(size: int, target: int) -> Tensor:
     """Pillow's box filter from `size` to `target` points as a matrix: means of whole pixels, never of parts of them.
 
     Shape: result (target, size).
-
-    Example:
-        >>> box_matrix(4, 3).tolist()[1]  # the middle third of four pixels touches two
-        [0.0, 0.5, 0.5, 0.0]
     """
     scale = size / target
     wide = max(scale, 1.0)

@@ -13,12 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RandomNumbers:
-    """They have the device and dtype of `like`, but are made where the generator lives: a CPU's serves a GPU.
-
-    Example:
-        >>> RandomNumbers(torch.zeros(2), torch.Generator().manual_seed(0)).normal(2, 3).shape
-        torch.Size([2, 3])
-    """
+    """They have the device and dtype of `like`, but are made where the generator lives: a CPU's serves a GPU."""
 
     like: Tensor
     generator: torch.Generator | None = None
@@ -66,12 +61,7 @@ def fold(index: Tensor, size: int, border: Border) -> Tensor:
 
 
 def truncate_levels(x: Tensor) -> Tensor:
-    """Round down to multiples of 1/255, as numpy does when it casts 255 x to uint8.
-
-    Example:
-        >>> truncate_levels(torch.tensor([0.0, 1.9, 2.0, 255.0]) / 255).mul(255).tolist()
-        [0.0, 1.0, 2.0, 255.0]
-    """
+    """Round down to multiples of 1/255, as numpy does when it casts 255 x to uint8."""
     return torch.floor(x * 255 + 1e-3) / 255  # the slack keeps a level that float32 holds as 1.9999998
 
 
@@ -92,12 +82,7 @@ def separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def gaussian_matrix(size: int, sigma: float, border: Border = "nearest", truncate: float = 4.0) -> Tensor:
-    """Gaussian smoothing of `size` points as a matrix (size, size), cut off at `truncate` sigma like scipy.ndimage.
-
-    Example:
-        >>> gaussian_matrix(4, 0.05).equal(torch.eye(4).double())  # too narrow to reach a neighbour
-        True
-    """
+    """Gaussian smoothing of `size` points as a matrix (size, size), cut off at `truncate` sigma like scipy.ndimage."""
     radius = int(truncate * sigma + 0.5)
     if radius == 0:
         return torch.eye(size, dtype=torch.float64, device="cpu")
@@ -114,12 +99,7 @@ def gaussian(x: Tensor, sigma: float, border: Border = "nearest", truncate: floa
 
 
 def zoom_matrix(size: int, factor: float) -> Tensor:
-    """Enlarge the middle of `size` points by `factor`, linearly, and keep `size` of them, as a matrix (size, size).
-
-    Example:
-        >>> zoom_matrix(4, 2.0)[1].tolist()  # the middle two points become four
-        [0.0, 0.6666666666666667, 0.3333333333333333, 0.0]
-    """
+    """Enlarge the middle of `size` points by `factor`, linearly, and keep `size` of them, as a matrix (size, size)."""
     crop = math.ceil(size / factor)
     grown = round(crop * factor)
     start, trim = (size - crop) // 2, (grown - size) // 2
