@@ -12,9 +12,9 @@ from slimbayes.lab.config_files import ConfigError
 from slimbayes.lab.diagnose import Case
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import Stopped, evaluate_run
-from slimbayes.lab.kept import kept_rows, overview, status
 from slimbayes.lab.papers import find, list_all, listings, roots
 from slimbayes.lab.reproduce import Incomplete, parse_seeds, reproduce
+from slimbayes.lab.table_status import kept_rows, overview, status
 from slimbayes.metrics.corruption import corruption_errors
 from slimbayes.report.record import Cost, Parameters, Record, read, write
 

@@ -27,10 +27,10 @@ from slimbayes.files import write_text
 from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import Stopped, fit
-from slimbayes.lab.kept import by_hash
 from slimbayes.lab.paper_table import Numbers, Reproduction, RowResult, describe_setting, draws_of, failed, measured
 from slimbayes.lab.papers import PaperRow, Scale, find
 from slimbayes.lab.run_folder import default_folder
+from slimbayes.lab.table_status import by_hash
 from slimbayes.lab.watchers import Watcher
 from slimbayes.report.record import Evaluation, read
 from slimbayes.untrusted import parse_json, read_file

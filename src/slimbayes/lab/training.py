@@ -20,9 +20,8 @@ from slimbayes.data import Dataset, Split
 from slimbayes.files import write_csv
 from slimbayes.lab.checkpoints import own_checkpoint, restore, save_checkpoint, sharded_like, state_of
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Execution, generator, leave_together, noting_signals, seed_everything
-from slimbayes.lab.network import build_network, likelihood_of
+from slimbayes.lab.predictor import Predictor, build_network, likelihood_of
 from slimbayes.lab.run_folder import RunError, append_steps, forget_steps, tensorboard
 from slimbayes.lab.step import Batch, Tracker, TrainingStep
 from slimbayes.lab.task import open_task, pictures

@@ -32,6 +32,7 @@ def _as_text(value: float) -> float | str:
 
 # JSON has no word for NaN or infinity: they are written as text, which pydantic reads.
 Number = Annotated[float, PlainSerializer(_as_text)]
+Role = Literal["test", "validation", "corruption", "shift", "ood"]
 Whole = Annotated[int, Field(gt=-(2**63), lt=2**63)]  # arithmetic on larger ones fails, or takes for ever
 
 
@@ -64,7 +65,7 @@ class Evaluation(Frozen):
     """
 
     data: str
-    role: Literal["test", "validation", "corruption", "shift", "ood"]
+    role: Role
     corruption: str | None = None
     severity: Whole = 0
     draws: Whole  # of each member

@@ -1,150 +1,26 @@
-"""What a network is judged on beside its test rows, corrupted, shifted and unfamiliar ones, and by: all scores of a set
-of rows in one pass over its batches.
-
-Corruptions are functions of their name, severity and rows. Published ones (CIFAR-10-C, ImageNet-C) come first; images
-in memory that have none are corrupted here, pictures in folders are not.
+"""All scores of a set of rows, in one pass over its batches.
 
 Sizes: S draws, N rows, C classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slimbayes import metrics
-from slimbayes.data import Split, corrupt, load
-from slimbayes.data.catalog import find, root_folder, source_of
-from slimbayes.data.folders import ImageFolder, read_square
-from slimbayes.lab.config import Evaluate, Experiment
-from slimbayes.lab.execution import Execution, generator, key
-from slimbayes.lab.intake import check_split
-from slimbayes.lab.task import Rows, Task, limited
-from slimbayes.lab.watchers import Watcher
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.report.record import Reliability, RiskCoverage
-
-UNFAMILIAR = ("inverted", "shuffled")  # test images that are none any more
-_PUBLISHED = ("cifar10", "cifar100", "imagenet")  # of which there is a set of this name with -c
-_CHUNK = 1000  # images that are corrupted together: their random numbers depend on it
-
-
-def check(chosen: Evaluate, task: Task, execution: Execution) -> None:
-    """Refuse sets that are not there or do not fit, before anything is trained."""
-    if chosen.ood and task.real:
-        raise ValueError(f"evaluate.ood asks for {chosen.ood[0]}, but {task.name} has real targets: it is for classes.")
-    for name in (*chosen.shift, *chosen.ood):
-        if name not in UNFAMILIAR:
-            fitting(name, task, execution)
-    in_memory = task.images and isinstance(task.test, Split)
-    if chosen.corruption_names and not in_memory:
-        _check_folders(chosen, task, execution)
-    if set(chosen.ood) & set(UNFAMILIAR) and not in_memory:
-        names = " and ".join(UNFAMILIAR)
-        raise ValueError(f"evaluate.ood: {names} are made of images in memory; {task.name} has none.")
-
-
-def _check_folders(chosen: Evaluate, task: Task, execution: Execution) -> None:
-    """Refuse corruptions of pictures that are not published, not here, or of other classes."""
-    if not task.images or task.name not in _PUBLISHED:
-        raise ValueError(f"evaluate.corruptions are for sets of images; {task.name} is none, or has none published.")
-    found = find(source_of(f"{task.name}-c"), root_folder(execution.data_dir))
-    wanted = [f"{name}/{severity}" for name in chosen.corruption_names for severity in chosen.severities]
-    if missing := [name for name in wanted if name not in found.splits]:
-        raise ValueError(
-            f"evaluate.corruptions asks for {missing[0]} and {len(missing) - 1} more that {task.name}-c has not here; "
-            f"it has {len(found.splits)}. Complete it, or ask for fewer corruptions or severities."
-        )
-    if found.classes != task.classes:
-        odd = sorted(set(found.classes) ^ set(task.classes))[:3]
-        raise ValueError(
-            f"{task.name}-c has {len(found.classes)} classes and {task.name} {len(task.classes)}, which "
-            f"differ in {', '.join(odd)}: labels would not fit."
-        )
-
-
-def corrupted(
-    experiment: Experiment, task: Task, execution: Execution, watcher: Watcher
-) -> Iterator[tuple[str, dict[str, Any], Rows]]:
-    """Test images under each corruption and severity: the published ones where they are at hand, else made here."""
-    chosen, said = experiment.evaluate, set()
-    pairs = [(name, severity) for name in chosen.corruption_names for severity in chosen.severities]
-    if not pairs:
-        return
-    watcher.begin("corruptions", len(pairs))
-    for done, (name, severity) in enumerate(pairs, 1):
-        watcher.move(done)
-        about = {"corruption": name, "severity": severity}
-        if published := _published(task.name, name, severity, execution, experiment.data.image_size):
-            yield f"{task.name}-c", about, limited(published, chosen.limit)
-            continue
-        assert isinstance(task.test, Split)  # `check` has seen that folders have them all
-        try:
-            yield task.name, about, _corrupt(limited(task.test, chosen.limit), name, severity, execution)
-        except (ValueError, FileNotFoundError) as error:
-            if name not in said:
-                watcher.say(f"{name} is left out: {error}")
-            said.add(name)
-
-
-def _published(data: str, name: str, severity: int, execution: Execution, size: int) -> Rows | None:
-    if data not in _PUBLISHED:
-        return None
-    try:
-        rows = load(f"{data}-c", execution.data_dir, [f"{name}/{severity}"]).splits[f"{name}/{severity}"]
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        if "has no split" in str(error):
-            return None
-        raise  # a damaged file is no reason to judge by other images
-    if isinstance(rows, ImageFolder):  # already the middle of the pictures, 224 pixels high and wide
-        rows.read = partial(read_square, size=size)
-    return rows
-
-
-def _corrupt(test: Split, name: str, severity: int, execution: Execution) -> Split:
-    folder = None if execution.data_dir is None else execution.data_dir / "frost"
-    parts = []
-    for index, images in enumerate(test.x.split(_CHUNK)):
-        source = torch.Generator(images.device).manual_seed(key(0, "corrupt", name, severity, index))
-        parts.append((corrupt(images.float() / 255, name, severity, source, frost_folder=folder) * 255).round().byte())
-    return Split(torch.cat(parts), test.y)
-
-
-def fitting(name: str, task: Task, execution: Execution) -> Split:
-    """Test rows of another set, of the same shape as the task's."""
-    rows = load(name, execution.data_dir, ["test"]).splits["test"]
-    if not isinstance(rows, Split):
-        raise ValueError(f"{name} is decoded image by image; only sets in memory can be asked for here.")
-    if isinstance(task.test, Split) and rows.x.shape[1:] != task.test.x.shape[1:]:
-        shape, needed = tuple(rows.x.shape[1:]), tuple(task.test.x.shape[1:])
-        raise ValueError(f"{name} has inputs of shape {shape}, but {task.name} has {needed}.")
-    check_split(rows, f"{name}, test")
-    return rows
-
-
-def unfamiliar(name: str, limit: int | None, task: Task, execution: Execution) -> Split:
-    """Rows of a set the network never saw, or test images with their colours inverted or their pixels shuffled."""
-    if name not in UNFAMILIAR:
-        return limited(fitting(name, task, execution), limit)
-    assert isinstance(task.test, Split)
-    rows = limited(task.test, limit)
-    if name == "inverted":
-        return Split(255 - rows.x, rows.y)
-    flat = rows.x.flatten(2)
-    order = torch.rand(len(flat), 1, flat.shape[2], generator=generator(0, "shuffled")).argsort(2)
-    return Split(flat.gather(2, order.expand_as(flat).to(flat.device)).view_as(rows.x), rows.y)
-
+from slimbayes.report.record import Evaluation, Reliability, RiskCoverage
 
 Metrics = dict[str, Any]  # by name; each has `update` and `compute`
 _POINTS = 50  # of a risk-coverage curve
 _COMPARED = 8  # draws of a single member that diversity compares
+_FEW = 5  # rows: bins of no more are outliers in calibration errors of papers (Chang et al. 2019, D.2)
 
 
 class Mean:
@@ -293,3 +169,17 @@ def _used(group: Metrics) -> Metrics:
 
 def _numbers(group: Metrics) -> dict[str, float]:
     return {name: float(metric.compute()) for name, metric in group.items()}
+
+
+def calibration_errors(evaluation: Evaluation) -> dict[str, float]:
+    """Calibration errors of an evaluation without its bins of few rows; shares are of all rows."""
+    curve = evaluation.reliability
+    if curve is None:
+        raise ValueError(
+            f"The evaluation on {evaluation.data} has no reliability curve to take calibration errors from."
+        )
+    gaps = [(n, abs(a - c)) for n, a, c in zip(curve.count, curve.accuracy, curve.confidence, strict=True) if n > _FEW]
+    return {
+        "ece": sum(n * gap for n, gap in gaps) / evaluation.rows,
+        "mce": max((gap for _, gap in gaps), default=math.nan),
+    }

@@ -28,13 +28,12 @@ from slimbayes.data import Split
 from slimbayes.diagnostics.check import lines as check_lines
 from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.files import write_text
-from slimbayes.lab.case import Case
 from slimbayes.lab.config_files import validate
-from slimbayes.lab.diagnose import elbo, snr, spectrum, truncation
-from slimbayes.lab.evaluate import Predictor
+from slimbayes.lab.diagnose import Case, elbo, snr, spectrum, truncation
 from slimbayes.lab.execution import Execution, key
 from slimbayes.lab.fit import diagnose_fit, load_run, write_record
 from slimbayes.lab.predict_file import read_predictor
+from slimbayes.lab.predictor import Predictor
 from slimbayes.lab.run_folder import RunError, read_curve, seal
 from slimbayes.lab.task import Task
 from slimbayes.lab.trees import dump
