@@ -150,12 +150,7 @@ def find(name: str, folders: Sequence[Path] | None = None) -> list[PaperRow]:
 
 
 def listings(folders: Sequence[Path] | None = None) -> dict[str, tuple[str, int]]:
-    """Every table and figure there is, with what the paper calls it and how many rows it has.
-
-    Example:
-        >>> listings()["emp/table12"]
-        ('Table 12', 40)
-    """
+    """Every table and figure there is, with what the paper calls it and how many rows it has."""
     found: dict[str, tuple[str, int]] = {}
     for file in (file for root in (roots() if folders is None else folders) for file in root.glob("*/*.yaml")):
         tree = read_tree(file)
@@ -166,12 +161,7 @@ def listings(folders: Sequence[Path] | None = None) -> dict[str, tuple[str, int]
 
 
 def list_all() -> list[str]:
-    """A line for each table and figure that can be reproduced, its name first.
-
-    Example:
-        >>> [line for line in list_all() if line.startswith("rank1/table8")]
-        ['rank1/table8         Table 8, 5 rows']
-    """
+    """A line for each table and figure that can be reproduced, its name first."""
     return [f"{name:<20} {place}, {rows} row{'s' if rows > 1 else ''}" for name, (place, rows) in listings().items()]
 
 
@@ -252,19 +242,11 @@ class Claim(BaseModel):
 
 
 def told(claims: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> list[str]:
-    """Lines about judged claims, as a table has them.
-
-    Example:
-        >>> claim = Claim(better="a", than="b", score="nll").judged({})
-        >>> told([claim], {"a": "Rank-1", "b": "Plain"})
-        ['- Rank-1 better than Plain in nll: **not run**']
-    """
+    """Lines about judged claims, as a table has them."""
     lines = []
     for claim in claims:
-        text = (
-            f"- {labels[claim['better']]} better than {labels[claim['than']]} in {claim['score'].replace('_', ' ')}: "
-        )
-        text += f"**{claim['verdict']}**"
+        ours, theirs, score = labels[claim["better"]], labels[claim["than"]], claim["score"].replace("_", " ")
+        text = f"- {ours} better than {theirs} in {score}: **{claim['verdict']}**"
         if claim["difference"] is not None:
             text += f", {claim['difference']:+.4g}"
         if claim["interval"] is not None:

@@ -167,12 +167,7 @@ def _earlier(file: Path, key: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Seeds from a command line.
-
-    Example:
-        >>> parse_seeds("0-3,7")
-        [0, 1, 2, 3, 7]
-    """
+    """Seeds from a command line: "0-3,7" is [0, 1, 2, 3, 7]."""
     if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text):
         raise ValueError(f"--seeds takes whole numbers and ranges of them, such as 0,1,2 or 0-9, got {brief(text)}.")
     parts = [part.partition("-") for part in text.split(",")]
