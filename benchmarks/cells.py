@@ -31,6 +31,8 @@ class Cells:
     def __init__(self, file: Path) -> None:
         self.file, self.lines = file, list(lines_of(file))
         file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists() and not file.read_bytes().endswith(b"\n"):
+            file.write_bytes(file.read_bytes() + b"\n")  # its last line was cut off
 
     def add(self, lines: Sequence[Any]) -> None:
         with self.file.open("a") as out:

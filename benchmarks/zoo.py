@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import platform
 import re
-import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import cells
 import torch
+from timing import alarm, versions
 from zoo_checks import CHECKS, METHODS, OutOfTime, Plain, build_plain, check_pair, words_of
 from zoo_models import PACKAGES, Architecture, architectures
 from zoo_table import failures, write_table
@@ -36,26 +33,28 @@ import slimbayes as sb
 PAIR_SECONDS = 180
 
 
-def run_architecture(name: str, methods: Sequence[str], device: str, deadline: float) -> dict[str, Any]:
-    """All pairs of one architecture. What the deadline leaves out, or cuts short, is listed under "not_run"."""
+def run_architecture(
+    name: str, methods: Sequence[str], device: str, deadline: float
+) -> list[tuple[str, dict[str, Any]]]:
+    """Its name and all its pairs. What the deadline leaves out, or cuts short, is listed under "not_run"."""
     architecture = next(one for one in architectures() if one.name == name)
     result: dict[str, Any] = {"pairs": [], "not_run": [], "not_built": {}}
     plain: Plain | None = None
     if time.time() < deadline:
         try:
-            with warnings.catch_warnings(), _alarm(_seconds_left(deadline)):
+            with warnings.catch_warnings(), alarm(_seconds_left(deadline), OutOfTime):
                 warnings.simplefilter("ignore")
                 plain = build_plain(architecture, torch.device(device))
         except (Exception, OutOfTime) as error:
             if time.time() < deadline:
-                return result | {"not_built": {name: words_of(error)}}
+                return [(name, result | {"not_built": {name: words_of(error)}})]
     for method in methods:
         pair = None if plain is None or time.time() > deadline else _timed_pair(plain, architecture, method, deadline)
         if pair is None:
             result["not_run"].append([name, method])
         else:
             result["pairs"].append(pair)
-    return result
+    return [(name, result)]
 
 
 def _timed_pair(plain: Plain, architecture: Architecture, method: str, deadline: float) -> dict[str, Any] | None:
@@ -63,7 +62,7 @@ def _timed_pair(plain: Plain, architecture: Architecture, method: str, deadline:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            with _alarm(_seconds_left(deadline)):
+            with alarm(_seconds_left(deadline), OutOfTime):
                 found = check_pair(plain, METHODS[method])
         except (Exception, OutOfTime) as error:  # a deepcopy that fails, or the time limit
             if time.time() > deadline:
@@ -84,59 +83,35 @@ def _timed_pair(plain: Plain, architecture: Architecture, method: str, deadline:
 
 
 def _seconds_left(deadline: float) -> float:
-    return min(PAIR_SECONDS, deadline - time.time() + 1)  # so that what it stops is past the deadline
-
-
-@contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    """Stop what takes longer, where the system can."""
-
-    def stop(*_: Any) -> None:
-        raise OutOfTime(f"more than {seconds:.0f} seconds")
-
-    former = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.1))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, former)
+    return max(0.1, min(PAIR_SECONDS, deadline - time.time() + 1))  # so that what it stops is past the deadline
 
 
 def run_all(names: Sequence[str], methods: Sequence[str], device: str, deadline: float, workers: int) -> dict[str, Any]:
     """Results of all architectures together, in the order of their names."""
     results: dict[str, dict[str, Any]] = {}
+
+    def keep(found: list[tuple[str, dict[str, Any]]]) -> None:
+        results.update(found)
+        _progress(found[0][0], results)
+
     if workers <= 1:
         for name in names:
-            results[name] = run_architecture(name, methods, device, deadline)
-            _progress(name, results)
+            keep(run_architecture(name, methods, device, deadline))
     else:
-        _in_processes(results, names, methods, device, deadline, workers)
-        for name in [n for n in names if n not in results]:  # a process that died took others with it: now each alone
-            if time.time() > deadline:
-                results[name] = {"pairs": [], "not_run": [[name, method] for method in methods], "not_built": {}}
-            else:
-                _in_processes(results, [name], methods, device, deadline, 1)
-                results.setdefault(name, {"pairs": [], "not_run": [], "not_built": {name: "the process died"}})
+        jobs = [(run_architecture, name, methods, device, deadline) for name in names]
+        with cells.Workers(workers, _set_up) as pool:
+            cells.run_all(pool, jobs, keep, time.monotonic() + deadline - time.time())
     whole: dict[str, Any] = {"pairs": [], "not_run": [], "not_built": {}}
     for name in names:
-        whole["pairs"] += results[name]["pairs"]
-        whole["not_run"] += results[name]["not_run"]
-        whole["not_built"] |= results[name]["not_built"]
+        if name in results:
+            whole["pairs"] += results[name]["pairs"]
+            whole["not_run"] += results[name]["not_run"]
+            whole["not_built"] |= results[name]["not_built"]
+        elif time.time() > deadline:
+            whole["not_run"] += [[name, method] for method in methods]
+        else:
+            whole["not_built"][name] = "the process died"
     return whole
-
-
-def _in_processes(
-    results: dict[str, Any], names: Sequence[str], methods: Sequence[str], device: str, deadline: float, workers: int
-) -> None:
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_set_up) as pool:
-        waiting: dict[Future[Any], str] = {
-            pool.submit(run_architecture, name, methods, device, deadline): name for name in names
-        }
-        for future in as_completed(waiting):
-            if future.exception() is None:
-                results[waiting[future]] = future.result()
-                _progress(waiting[future], results)
 
 
 def _set_up(threads: int = 1) -> None:
@@ -151,16 +126,6 @@ def _progress(name: str, results: dict[str, Any]) -> None:
     state = results[name]["not_built"].get(name) or f"{sum(p['holds'] for p in pairs)} of {len(pairs)} hold"
     if pairs or results[name]["not_built"]:
         print(f"[{len(results)}] {name}: {state}", file=sys.stderr, flush=True)
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "slimbayes": sb.__version__}
-    for package in ("torch", *PACKAGES):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -181,7 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _set_up(torch.get_num_threads())
     start = time.time()
     found = run_all(names, methods, chosen.device, start + chosen.limit_seconds, chosen.workers)
-    result = {"versions": versions(), "device": chosen.device, "seconds": round(time.time() - start, 1), **found}
+    made_by = {"python": platform.python_version(), "slimbayes": sb.__version__} | versions("torch", *PACKAGES)
+    result = {"versions": made_by, "device": chosen.device, "seconds": round(time.time() - start, 1), **found}
     if chosen.out:
         chosen.out.parent.mkdir(parents=True, exist_ok=True)
         chosen.out.write_text(json.dumps(result, indent=1) + "\n")
