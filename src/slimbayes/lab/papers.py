@@ -211,14 +211,7 @@ class Claim(BaseModel):
         return -1 if lower else 1
 
     def judged(self, rows: Mapping[str, BySeed]) -> dict[str, Any]:
-        """The claim, the mean difference and its interval over the seeds that both rows have, and a verdict.
-
-        Example:
-            >>> claim = Claim(better="rank1", than="plain", score="nll")
-            >>> plain, rank1 = ({s: {"nll": level + 0.01 * s} for s in range(5)} for level in (0.5, 0.4))
-            >>> claim.judged({"plain": plain, "rank1": rank1})["verdict"]
-            'holds'
-        """
+        """The claim, the mean difference and its interval over the seeds that both rows have, and a verdict."""
         ours, theirs = rows.get(self.better, {}), rows.get(self.than, {})
         shared = [s for s in ours if s in theirs and self.score in ours[s] and self.score in theirs[s]]
         differences = [ours[s][self.score] - theirs[s][self.score] for s in shared]

@@ -57,10 +57,6 @@ def sweep(
         compile: whether networks are compiled, as in `slimbayes fit`.
         limit_seconds: when the call ends: runs under way are then asked to stop and keep a checkpoint, and none begins
             that would take longer than is left, if it took as long as the longest that finished in this call.
-
-    Example:
-        >>> sweep(Path("rank1.yaml"), Path("runs"), ["seed=[0, 1, 2]"], jobs=4)  # doctest: +SKIP
-        0
     """
     if jobs < 1:
         raise ConfigError(f"A sweep runs at least one job at a time, got --jobs {jobs}.")

@@ -91,12 +91,6 @@ def bin_sums(confidence: Tensor, right: Tensor, bins: int) -> Tensor:
     """How many confidences fall into each bin, how many are right, and their sum: (3, R), which add over batches.
 
     Shape: confidence and right (M,).
-
-    Example:
-        >>> bin_sums(torch.tensor([0.5, 0.75, 1.0]), torch.tensor([True, False, True]), 2)
-        tensor([[1.0000, 2.0000],
-                [1.0000, 1.0000],
-                [0.5000, 1.7500]], dtype=torch.float64)
     """
     index, confidence = bin_index(confidence, bins), confidence.double()
     weights = (torch.ones_like(confidence), right.double(), confidence)

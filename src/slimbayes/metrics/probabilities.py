@@ -16,24 +16,14 @@ Classes = Prediction | Tensor  # a Prediction of classes, probabilities (N, ...,
 
 
 def class_probabilities(probs: Classes) -> Tensor:
-    """Probabilities with the classes last, (N, ..., C).
-
-    Example:
-        >>> class_probabilities(torch.tensor([0.25]))
-        tensor([[0.7500, 0.2500]])
-    """
+    """Probabilities with the classes last, (N, ..., C)."""
     if isinstance(probs, Prediction):
         return _checked(probs.log_probs.exp())
     return _two_classes(probs) if need_tensor("Probabilities", probs).dim() == 1 else _checked(probs)
 
 
 def class_logs(probs: Classes) -> Tensor:
-    """Logs of what `class_probabilities` gives, (N, ..., C), in float64.
-
-    Example:
-        >>> class_logs(Prediction.from_outputs(torch.tensor([[[0.0, 200.0]]])))
-        tensor([[-200.,    0.]], dtype=torch.float64)
-    """
+    """Logs of what `class_probabilities` gives, (N, ..., C), in float64."""
     return probs.log_probs.double() if isinstance(probs, Prediction) else class_probabilities(probs).double().log()
 
 
@@ -41,10 +31,6 @@ def labelled(probs: Classes, target: Tensor) -> tuple[Tensor, Tensor]:
     """Probabilities (M, C) and class indices (M,).
 
     Shape: probs (N, ..., C) with target (N, ...), or both (N,) for two classes.
-
-    Example:
-        >>> labelled(torch.tensor([0.25]), torch.tensor([1]))
-        (tensor([[0.7500, 0.2500]]), tensor([1]))
     """
     given = probs.probs if isinstance(probs, Prediction) else need_tensor("Probabilities", probs)
     binary = probs.likelihood == "bernoulli" if isinstance(probs, Prediction) else probs.dim() == 1
@@ -59,12 +45,7 @@ def labelled(probs: Classes, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def member_probabilities(members: Classes) -> Tensor:
-    """Class probabilities of each member (K, M, C), from a Prediction, (K, N, ..., C), or (K, N) of class one; K >= 2.
-
-    Example:
-        >>> member_probabilities(torch.tensor([[0.25], [0.5]])).shape
-        torch.Size([2, 1, 2])
-    """
+    """Class probabilities of each member (K, M, C), from a Prediction, (K, N, ..., C), or (K, N) of class one; K >= 2."""
     given = members.member_probs if isinstance(members, Prediction) else need_tensor("Member probabilities", members)
     if given.dim() < 2 or given.numel() == 0 or len(given) < 2:
         needed = "Probabilities (K, N, C) of K >= 2 members are needed, with N >= 1"

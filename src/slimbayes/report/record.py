@@ -166,11 +166,7 @@ class RecordError(ValueError):
 
 
 def write(file: Path, record: Record) -> None:
-    """Write a record and the sha256 that seals it, at once.
-
-    Example:
-        >>> write(Path("runs/try/record.json"), record)  # doctest: +SKIP
-    """
+    """Write a record and the sha256 that seals it, at once."""
     said = record.model_dump_json().encode().removesuffix(b"}")
     write_bytes(file, said + f',"sha256":"{hashlib.sha256(said).hexdigest()}"}}\n'.encode())
 
