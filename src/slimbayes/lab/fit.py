@@ -213,7 +213,7 @@ def diagnose_fit(predictor: Predictor, folder: Path, curve: Sequence[dict[str, f
     found = check_posterior(
         predictor.network, x, y, predictor.likelihood, predictor.training_noise, len(task.train), weight, unseen
     )
-    skipped = sum(not math.isfinite(loss) for loss in run_folder.read_losses(folder))
+    skipped = sum(not math.isfinite(row["loss"]) for row in run_folder.read_curve(folder, "steps.csv"))
     warnings = found.warnings
     if skipped:
         warnings.append(f"The loss of {skipped} steps was not finite. Lower the learning rate or clip gradients.")

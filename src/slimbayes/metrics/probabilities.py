@@ -45,7 +45,7 @@ def labelled(probs: Classes, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def member_probabilities(members: Classes) -> Tensor:
-    """Class probabilities of each member (K, M, C), from a Prediction, (K, N, ..., C), or (K, N) of class one; K >= 2."""
+    """Class probabilities of K >= 2 members (K, M, C), from a Prediction, (K, N, ..., C), or (K, N) of class one."""
     given = members.member_probs if isinstance(members, Prediction) else need_tensor("Member probabilities", members)
     if given.dim() < 2 or given.numel() == 0 or len(given) < 2:
         needed = "Probabilities (K, N, C) of K >= 2 members are needed, with N >= 1"
