@@ -126,10 +126,10 @@ def paired(ours: Mapping[Any, float], theirs: Mapping[Any, float]) -> Paired | N
     return Paired(mean(differences), error * float(student.ppf(0.975, len(differences) - 1)))
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
+def table(rows: Sequence[Sequence[Any]]) -> list[str]:
     """Lines of a Markdown table, the head first."""
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
+    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    return [lines[0].replace("|  |", "| |"), "|" + "---|" * len(rows[0]), *lines[1:]]
 
 
 def between(text: str, marks: tuple[str, str], middle: str) -> str:

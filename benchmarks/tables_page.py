@@ -13,6 +13,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from cells import Paired, between, paired
+from cells import table as markdown
 from tables import METHODS, SETS, SPLITS, outdated
 
 MARKS = ("<!-- table -->\n", "<!-- end of table -->\n")
@@ -106,12 +107,10 @@ def ahead(cells: Cells, rivals: Sequence[str], score: str) -> str:
 def against_plain(cells: Cells) -> str:
     """By how much our scores are less than those of plain nets, set by set."""
     columns = [(score, rival) for score in ("nll", "crps", "brier") for rival in PLAIN]
-    head = " | ".join(f"{NAMES[score]}, {rival.replace(', ', ' and ')}" for score, rival in columns)
-    rows = [f"| slimbayes less | {head} |", "|---" * (len(columns) + 1) + "|"]
+    rows = [["slimbayes less", *(f"{NAMES[score]}, {rival.replace(', ', ' and ')}" for score, rival in columns)]]
     for data in names(cells)[0]:
-        found = [less(cells, data, OURS, rival, score) for score, rival in columns]
-        rows.append(f"| {data} | {' | '.join(map(difference, found))} |")
-    return "\n".join(rows) + "\n"
+        rows.append([data, *(difference(less(cells, data, OURS, rival, score)) for score, rival in columns)])
+    return "\n".join(markdown(rows)) + "\n"
 
 
 def difference(found: Paired | None) -> str:
@@ -124,27 +123,25 @@ def difference(found: Paired | None) -> str:
 
 def verdicts(cells: Cells) -> str:
     """Wins, ties and losses of all methods against the plain net."""
-    _, methods = names(cells)
     scores = ("nll", "crps", "brier")
-    rows = [f"| wins / ties / losses against plain | {' | '.join(NAMES[s] for s in scores)} |", "|---" * 4 + "|"]
-    for method in methods:
+    rows = [["wins / ties / losses against plain", *(NAMES[score] for score in scores)]]
+    for method in names(cells)[1]:
         if method != PLAIN[0]:
-            counts = [counted(comparisons(cells, method, PLAIN[0], score)) for score in scores]
-            rows.append(f"| {method} | {' | '.join(counts)} |")
-    return "\n".join(rows) + "\n"
+            rows.append([method, *(counted(comparisons(cells, method, PLAIN[0], score)) for score in scores)])
+    return "\n".join(markdown(rows)) + "\n"
 
 
 def table(cells: Cells, real: bool | None, score: str) -> str:
     """One score of all methods on the sets of real targets, of classes, or all; the best mean of a row is bold."""
     sets, methods = names(cells, real)
     kind = {True: ", real targets", False: ", classes", None: ""}[real]
-    rows = [f"| {NAMES[score]}{kind} | {' | '.join(methods)} |", "|---" * (len(methods) + 1) + "|"]
+    rows = [[f"{NAMES[score]}{kind}", *methods]]
     for data in sets:
         means = {m: mean(v.values()) for m in methods if (v := values(cells, data, m, score))}
         judged = means.values() if score not in ("coverage", "seconds") else ()
         best = (min if score in LEAST else max)(judged, default=None)
-        rows.append(f"| {data} | {' | '.join(entry(cells, data, m, score, means.get(m), best) for m in methods)} |")
-    return "\n".join(rows) + "\n"
+        rows.append([data, *(entry(cells, data, m, score, means.get(m), best) for m in methods)])
+    return "\n".join(markdown(rows)) + "\n"
 
 
 def entry(cells: Cells, data: str, method: str, score: str, value: float | None, best: float | None) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cells import table
+
 Pairs = Sequence[dict[str, Any]]
 _WIDEST = 160  # characters of a reason on the page
 
@@ -66,12 +68,11 @@ def page(result: dict[str, Any], checks: Sequence[str]) -> str:
 
 def _counts(pairs: Pairs) -> list[str]:
     packages, methods = (list(dict.fromkeys(p[key] for p in pairs)) for key in ("package", "method"))
-    lines = [f"| method | {' | '.join(packages)} | all |", "|---" * (len(packages) + 2) + "|"]
+    lines = [["method", *packages, "all"]]
     for method in [*methods, "all"]:
         rows = [p for p in pairs if method in (p["method"], "all")]
-        cells = [_share([p for p in rows if p["package"] == package]) for package in packages]
-        lines.append(f"| {method} | {' | '.join(cells)} | {_share(rows)} |")
-    return ["## How many pairs hold", "", *lines]
+        lines.append([method, *(_share([p for p in rows if p["package"] == one]) for one in packages), _share(rows)])
+    return ["## How many pairs hold", "", *table(lines)]
 
 
 def _share(pairs: Pairs) -> str:
@@ -79,11 +80,10 @@ def _share(pairs: Pairs) -> str:
 
 
 def _by_check(pairs: Pairs, checks: Sequence[str]) -> list[str]:
-    lines = ["| check | holds | fails | not run |", "|---|---|---|---|"]
-    for check in checks:
-        states = [p["checks"][check] for p in pairs]
-        lines.append(f"| {check} | {states.count('holds')} | {states.count('fails')} | {states.count('not run')} |")
-    return ["## By check", "", *lines]
+    states = ("holds", "fails", "not run")
+    found = {check: [p["checks"][check] for p in pairs] for check in checks}
+    lines = [[check, *(mine.count(state) for state in states)] for check, mine in found.items()]
+    return ["## By check", "", *table([["check", *states], *lines])]
 
 
 def _grouped(pairs: Pairs) -> list[tuple[str, str, str, str]]:
@@ -106,9 +106,8 @@ def _reasons(pairs: Pairs) -> list[str]:
     rows = _grouped(pairs)
     if not rows:
         return ["## What fails", "", "Nothing."]
-    lines = ["| architecture | checks | methods | reason |", "|---|---|---|---|"]
-    lines += [f"| {name} | {checks} | {methods} | {_cell(why)} |" for name, checks, methods, why in rows]
-    return ["## What fails", "", *lines]
+    lines = [(*where, _cell(why)) for *where, why in rows]
+    return ["## What fails", "", *table([("architecture", "checks", "methods", "reason"), *lines])]
 
 
 def _cell(text: str) -> str:
