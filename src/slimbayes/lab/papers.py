@@ -36,10 +36,6 @@ Scale = Literal["full", "small"]
 UNITS = {"": 1.0, "%": 100.0, "k": 1e-3, "M": 1e-6}  # from a record's numbers to printed ones
 
 
-def _several(value: Any) -> Any:
-    return () if value is None else (value,) if isinstance(value, str) else value
-
-
 class Printed(BaseModel):
     """What a row stands for in the paper.
 
@@ -70,7 +66,7 @@ class Printed(BaseModel):
     draws: int | None = None
     repeat: Literal["seed", "data.split"] = "seed"
     relative_to: str | None = None
-    diagnostic: Annotated[tuple[str, ...], BeforeValidator(_several)] = ()
+    diagnostic: Annotated[tuple[str, ...], BeforeValidator(lambda v: [v] if isinstance(v, str) else v or [])] = ()
     options: dict[str, Any] = {}
     claims: tuple[Claim, ...] = ()
     note: str = ""

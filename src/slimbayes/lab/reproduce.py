@@ -156,14 +156,13 @@ def _diagnosed(row: PaperRow, case: Case, out: Path, stem: str, digest: str) -> 
 
 
 def _earlier(file: Path, key: dict[str, Any]) -> dict[str, Any] | None:
+    """What an earlier call found of the same; None where the file is no such finding."""
     try:
-        found = parse_json(read_file(file))
-    except (OSError, ValueError):
+        found: dict[str, Any] = parse_json(read_file(file))
+        numeric = all(isinstance(number, int | float) for number in found["numbers"].values())
+        return found if numeric and all(found[name] == value for name, value in key.items()) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("numbers"), dict):
-        return None
-    numeric = all(isinstance(number, int | float) for number in found["numbers"].values())
-    return found if numeric and all(found.get(name) == value for name, value in key.items()) else None
 
 
 def parse_seeds(text: str) -> list[int]:

@@ -26,12 +26,8 @@ FORMAT = 1
 _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"}\n')
 
 
-def _as_text(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
-
-
 # JSON has no word for NaN or infinity: they are written as text, which pydantic reads.
-Number = Annotated[float, PlainSerializer(_as_text)]
+Number = Annotated[float, PlainSerializer(lambda value: value if math.isfinite(value) else str(value))]
 Role = Literal["test", "validation", "corruption", "shift", "ood"]
 Whole = Annotated[int, Field(gt=-(2**63), lt=2**63)]  # arithmetic on larger ones fails, or takes for ever
 
