@@ -24,7 +24,7 @@ from sklearn.model_selection import train_test_split
 from tables_rivals import Found, Method, Split, boosting, deep_ensemble, ours, process, tabm, tuned_plain
 
 import slimbayes as sb
-from slimbayes.metrics.calibration import crps_mixture
+from slimbayes.metrics.functional import crps_mixture
 from slimbayes.train.likelihoods import UNIT_NOISE
 
 UCI = ["bostonhousing", "concrete", "energy", "power-plant", "wine-quality-red", "yacht"]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from slimbayes.diagnostics.spectra import plot_scales as plot_scales
 from slimbayes.diagnostics.spectra import plot_spectrum as plot_spectrum
 from slimbayes.layers.base import sited
-from slimbayes.metrics.calibration import calibration
+from slimbayes.metrics.functional import calibration
 from slimbayes.prediction.accumulate import along_draws
 from slimbayes.prediction.figures import BLUE, GREY, ORANGE, bare, empty_figure
 from slimbayes.prediction.figures import bands as bands

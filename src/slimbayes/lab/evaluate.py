@@ -27,7 +27,7 @@ from slimbayes.lab.predictor import Predictor
 from slimbayes.lab.scores import ood_scores
 from slimbayes.lab.task import Rows, Task, limited
 from slimbayes.lab.watchers import Watcher
-from slimbayes.metrics.probabilities import labelled
+from slimbayes.metrics.functional import labelled
 from slimbayes.report.record import Evaluation, Example
 
 _ENTROPY = 3  # column of what `note` says of a row

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from slimbayes.metrics.probabilities import Classes, class_logs, labelled, member_probabilities, need_tensor
+from slimbayes.metrics.functional import Classes, class_logs, labelled, member_probabilities, need_tensor
 from slimbayes.metrics.streaming import Mean, Streaming
 from slimbayes.prediction.prediction import Prediction
 
