@@ -30,6 +30,7 @@ from rich.text import Text
 
 from slimbayes.errors import brief, cut
 from slimbayes.lab.config_files import ConfigError, load, parse_override, read_tree, with_values
+from slimbayes.lab.execution import signals_to
 from slimbayes.lab.search import Run, train
 from slimbayes.lab.trees import row_names
 
@@ -182,9 +183,5 @@ def _stopping() -> Iterator[Event]:
         raise KeyboardInterrupt
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    former = {n: signal.signal(n, ask) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
-    try:
+    with signals_to(ask, *(n for n in numbers if signal.getsignal(n) != signal.SIG_IGN)):
         yield stopped
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
