@@ -36,6 +36,35 @@ _PUBLISHED = ("cifar10", "cifar100", "imagenet")  # of which there is a set of t
 _CHUNK = 1000  # images that are corrupted together: their random numbers depend on it
 
 
+def evaluate(
+    predictor: Predictor, execution: Execution, watcher: Watcher | None = None
+) -> tuple[list[Evaluation], list[Example]]:
+    """All evaluations that a config asks for, and the rows it is most and least sure of."""
+    task, chosen, workers = predictor.task, predictor.experiment.evaluate, execution.workers
+    check_sets(chosen, task, execution)
+    draws = predictor.asked_draws()
+    made, familiar = predictor.score(task.test, draws, task.name, "test", workers=workers)
+    if task.validation is not None:
+        rows = task.in_own_units(task.validation)
+        made += predictor.score(rows, draws, task.name, "validation", workers=workers)[0]
+    for source, about, rows in corrupted(predictor.experiment, task, execution, watcher or Watcher()):
+        made += predictor.score(rows.to(predictor.device), draws, source, "corruption", about, workers)[0]
+    for name in chosen.shift:
+        shifted = limited(fitting(name, task, execution), chosen.limit)
+        made += predictor.score(shifted.to(predictor.device), draws, name, "shift")[0]
+    for name in chosen.ood:
+        strange = unfamiliar(name, chosen.limit, task, execution).to(predictor.device)
+        predictions = predictor.predictions(strange, f"ood {name}", draws)
+        entropies = [{n: p.entropy.double() for n, p in found.items()} for found, _ in predictions]
+        for n in draws:
+            scores = ood_scores(familiar[n][:, _ENTROPY], torch.cat([entropy[n] for entropy in entropies]))
+            made.append(Evaluation(data=name, role="ood", draws=n, rows=len(strange), metrics=scores))
+    return made, _examples(task, familiar[draws[-1]], chosen.examples) if chosen.examples and familiar else []
+
+
+# --- sets of rows beside the test rows ---
+
+
 def check_sets(chosen: Evaluate, task: Task, execution: Execution) -> None:
     """Refuse sets that are not there or do not fit, before anything is trained."""
     if chosen.ood and task.real:
@@ -144,30 +173,7 @@ def unfamiliar(name: str, limit: int | None, task: Task, execution: Execution) -
     return Split(flat.gather(2, order.expand_as(flat).to(flat.device)).view_as(rows.x), rows.y)
 
 
-def evaluate(
-    predictor: Predictor, execution: Execution, watcher: Watcher | None = None
-) -> tuple[list[Evaluation], list[Example]]:
-    """All evaluations that a config asks for, and the rows it is most and least sure of."""
-    task, chosen, workers = predictor.task, predictor.experiment.evaluate, execution.workers
-    check_sets(chosen, task, execution)
-    draws = predictor.asked_draws()
-    made, familiar = predictor.score(task.test, draws, task.name, "test", workers=workers)
-    if task.validation is not None:
-        rows = task.in_own_units(task.validation)
-        made += predictor.score(rows, draws, task.name, "validation", workers=workers)[0]
-    for source, about, rows in corrupted(predictor.experiment, task, execution, watcher or Watcher()):
-        made += predictor.score(rows.to(predictor.device), draws, source, "corruption", about, workers)[0]
-    for name in chosen.shift:
-        shifted = limited(fitting(name, task, execution), chosen.limit)
-        made += predictor.score(shifted.to(predictor.device), draws, name, "shift")[0]
-    for name in chosen.ood:
-        strange = unfamiliar(name, chosen.limit, task, execution).to(predictor.device)
-        predictions = predictor.predictions(strange, f"ood {name}", draws)
-        entropies = [{n: p.entropy.double() for n, p in found.items()} for found, _ in predictions]
-        for n in draws:
-            scores = ood_scores(familiar[n][:, _ENTROPY], torch.cat([entropy[n] for entropy in entropies]))
-            made.append(Evaluation(data=name, role="ood", draws=n, rows=len(strange), metrics=scores))
-    return made, _examples(task, familiar[draws[-1]], chosen.examples) if chosen.examples and familiar else []
+# --- rows to show ---
 
 
 def _examples(task: Task, notes: Tensor, wanted: int) -> list[Example]:

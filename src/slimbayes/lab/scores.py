@@ -23,19 +23,6 @@ _COMPARED = 8  # draws of a single member that diversity compares
 _FEW = 5  # rows: bins of no more are outliers in calibration errors of papers (Chang et al. 2019, D.2)
 
 
-class Mean:
-    """A running mean in float64; torchmetrics is imported where rows are scored, and takes as long as torch."""
-
-    def __init__(self) -> None:
-        self.total, self.count = 0.0, 0
-
-    def update(self, values: Tensor) -> None:
-        self.total, self.count = self.total + float(values.double().sum()), self.count + values.numel()
-
-    def compute(self) -> float:
-        return self.total / self.count if self.count else float("nan")
-
-
 @dataclass
 class Scores:
     """Metrics of one set of rows, in groups that take different arguments. A group that is empty is not asked for.
@@ -112,6 +99,8 @@ class Scores:
 
 def class_scores(classes: int, bins: int, members: int, binary: bool, device: torch.device, drop: int = 0) -> Scores:
     """Scores of predicted classes; bins of at most `drop` rows do not count."""
+    from slimbayes.metrics.streaming import GivenMean  # torchmetrics takes as long to import as torch
+
     whole = {
         "accuracy": metrics.Accuracy(), "nll": metrics.NLL(), "brier": metrics.Brier(),
         "ece": metrics.ECE(bins, drop), "mce": metrics.MCE(bins, drop), "adaptive_ece": metrics.AdaptiveECE(bins),
@@ -121,14 +110,17 @@ def class_scores(classes: int, bins: int, members: int, binary: bool, device: to
         "disagreement": metrics.Disagreement(), "normalised_disagreement": metrics.NormalisedDisagreement(),
         "kl": metrics.PairwiseKL(), "cosine": metrics.CosineSimilarity(),
     }  # fmt: skip
-    alone = [{"accuracy": metrics.Accuracy(), "ece": metrics.ECE(bins)} for _ in range(members if members > 1 else 0)]
+    alone = [
+        {"accuracy": metrics.Accuracy(), "ece": metrics.ECE(bins), "nll": GivenMean()}
+        for _ in range(members if members > 1 else 0)
+    ]
     return Scores(
         whole=_alone(whole | ({"top5": metrics.TopK(5)} if classes > 5 else {}), device),
         ranking=_alone({"auroc": metrics.AUROC(), "aucpr": metrics.AUCPR()} if binary else {}, device),
         soft=_alone({"soft_nll": metrics.SoftLabelNLL()}, device),
         diversity=_alone(diversity, device),
-        uncertainty={"entropy": Mean(), "epistemic": Mean()},
-        members=[_alone(one, device) | {"nll": Mean()} for one in alone],
+        uncertainty=_alone({"entropy": GivenMean(), "epistemic": GivenMean()}, device),
+        members=[_alone(one, device) for one in alone],
     )
 
 
