@@ -80,9 +80,8 @@ def reproduce(
         except Stopped:
             raise
         except Exception as error:  # whatever it is, the other rows can still be run
-            table.failures[f"{row.stem}, seed {seed}"] = reason = (
-                f"{type(error).__name__}: {' '.join(str(error).split())}"
-            )
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            table.failures[f"{row.stem}, seed {seed}"] = reason
             watcher.say(f"{row.name}, seed {seed}, failed: {reason}")
         table.write(out)
     _draw(table, out, watcher)
