@@ -31,6 +31,8 @@ class Cells:
     def __init__(self, file: Path) -> None:
         self.file, self.lines = file, list(lines_of(file))
         file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists() and not file.read_bytes().endswith(b"\n"):
+            file.write_bytes(file.read_bytes() + b"\n")  # its last line was cut off
 
     def add(self, lines: Sequence[Any]) -> None:
         with self.file.open("a") as out:
@@ -124,10 +126,10 @@ def paired(ours: Mapping[Any, float], theirs: Mapping[Any, float]) -> Paired | N
     return Paired(mean(differences), error * float(student.ppf(0.975, len(differences) - 1)))
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
+def table(rows: Sequence[Sequence[Any]]) -> list[str]:
     """Lines of a Markdown table, the head first."""
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
+    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    return [lines[0].replace("|  |", "| |"), "|" + "---|" * len(rows[0]), *lines[1:]]
 
 
 def between(text: str, marks: tuple[str, str], middle: str) -> str:

@@ -9,16 +9,14 @@ Images are noise, whose content does not matter to the time, and stay on the dev
 
 import argparse
 import json
-import os
-import platform
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from timing import machine
 from torch import Tensor
 
-import slimbayes as sb
 from slimbayes.data import CORRUPTIONS, EXTRA, corrupt
 
 FULL = 10_000
@@ -52,12 +50,6 @@ def measure(images: Tensor, batch: int, frost: Path | None) -> dict[str, list[fl
         times[name] = [seconds(images, name, severity, batch, frost) * FULL / len(images) for severity in range(1, 6)]
         print(f"{name:20}{sum(times[name]):9.3f} s   " + " ".join(f"{t:8.3f}" for t in times[name]), flush=True)
     return times
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "slimbayes": sb.__version__}
-    return {"device": chip, "cores": os.cpu_count(), "threads": torch.get_num_threads()} | versions
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

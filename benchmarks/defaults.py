@@ -16,7 +16,6 @@ import argparse
 import copy
 import json
 import math
-import multiprocessing
 import os
 import platform
 import re
@@ -25,13 +24,14 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from cells import lines_of
+from cells import Cells, Workers, lines_of
+from cells import run_all as run_jobs
 from defaults_candidates import CANDIDATES
 from defaults_page import STARTS, compact, page, write_record
 from defaults_tasks import TASKS, Rows, Task, load, pack
@@ -73,8 +73,8 @@ def _weight(task: Task) -> float:
     return task.epochs * task.rows[0] / task.batch * slow.get(task.name, 1.0)
 
 
-def run_cell(cell: Cell, data: Path, trained: Path) -> dict[str, Any]:
-    """Train and judge one cell; numbers that are not finite are kept as such, as text."""
+def run_cell(cell: Cell, data: Path, trained: Path) -> list[dict[str, Any]]:
+    """The line of one cell, trained and judged; numbers that are not finite are kept as such, as text."""
     start, task, candidate = time.process_time(), TASKS[cell.task], CANDIDATES[cell.candidate]
     rows = load(task, data, cell.seed)
     torch.manual_seed(cell.seed)
@@ -94,11 +94,13 @@ def run_cell(cell: Cell, data: Path, trained: Path) -> dict[str, Any]:
     except FloatingPointError as error:
         result["error"] = str(error)[:200]
     result["seconds"] = time.process_time() - start
-    return {k: round(v, 5) if isinstance(v, float) and math.isfinite(v) else _plain(v) for k, v in result.items()}
+    return [{k: _plain(v) for k, v in result.items()}]
 
 
 def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, float) else value
+    if isinstance(value, float):
+        return round(value, 5) if math.isfinite(value) else str(value)
+    return value
 
 
 def trained_net(task: Task, rows: Rows, seed: int, folder: Path) -> nn.Module:
@@ -162,35 +164,25 @@ def done(file: Path) -> dict[Cell, dict[str, Any]]:
     return {Cell(*(row[name] for name in Cell._fields)): row for row in lines_of(file) if "run" not in row}
 
 
-def run_all(waiting: Sequence[Cell], data: Path, out: Path, workers: int, deadline: float, noise: str = "") -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as trained, out.open("a") as file:
-        file.write("\n" + json.dumps({"run": _made_by()}) + "\n")  # on a new line, should the last be cut off
-        for count, row in enumerate(_results(waiting, data, Path(trained), workers, deadline, noise), 1):
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            print(f"{count} of {len(waiting)}", json.dumps(row)[:150], file=sys.stderr, flush=True)
+def run_all(waiting: Sequence[Cell], data: Path, out: Path, workers: int, seconds: float, noise: str = "") -> None:
+    """Run cells, in this process or in others, for so many seconds."""
+    kept, until = Cells(out), time.monotonic() + seconds
+    kept.add([{"run": _made_by()}])
 
+    def keep(rows: list[dict[str, Any]]) -> None:
+        kept.add(rows)
+        print(json.dumps(rows)[:150], file=sys.stderr, flush=True)
 
-def _results(
-    waiting: Sequence[Cell], data: Path, trained: Path, workers: int, deadline: float, noise: str
-) -> Iterator[dict[str, Any]]:
-    if workers <= 1:
+    with tempfile.TemporaryDirectory() as trained:
+        jobs = [(run_cell, cell, data, Path(trained)) for cell in waiting]
+        if workers > 1:
+            with Workers(workers, partial(_set_up, noise)) as pool:
+                run_jobs(pool, jobs, keep, until)
+            return
         _set_up(noise)
-        yield from (run_cell(cell, data, trained) for cell in waiting if time.time() < deadline)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_set_up, initargs=(noise,)) as pool:
-        futures = [pool.submit(_in_time, cell, data, trained, deadline) for cell in waiting]
-        for future in as_completed(futures):
-            if future.exception() is not None:
-                print(f"a cell failed: {future.exception()!r}"[:300], file=sys.stderr, flush=True)
-            elif (row := future.result()) is not None:
-                yield row
-
-
-def _in_time(cell: Cell, data: Path, trained: Path, deadline: float) -> dict[str, Any] | None:
-    return run_cell(cell, data, trained) if time.time() < deadline else None
+        for run, *words in jobs:
+            if time.monotonic() < until:
+                keep(run(*words))
 
 
 def _made_by() -> dict[str, str]:
@@ -221,7 +213,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--noise", default="", metavar="FLOOR,UNIT,MOST", help="of heteroscedastic heads")
     parser.add_argument("--only", default="", help="regular expression for task/start/candidate/seed")
     args = parser.parse_args(arguments)
-    deadline = time.time() + args.limit_seconds
     if args.pack:
         pack(args.pack, args.root)
     if args.page:
@@ -232,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         finished = done(args.out)
         waiting = [cell for cell in cells(args.seeds, args.only) if cell not in finished]
         print(f"{len(waiting)} cells to run, {len(finished)} done", file=sys.stderr)
-        run_all(waiting, args.data, args.out, args.workers, deadline, args.noise)
+        run_all(waiting, args.data, args.out, args.workers, args.limit_seconds, args.noise)
 
 
 if __name__ == "__main__":

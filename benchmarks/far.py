@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cells import table as markdown
 from torch import Tensor, nn
 
 import slimbayes as sb
@@ -199,7 +200,7 @@ def main_table(rows: list[dict[str, Any]]) -> str:
     sets = list(dict.fromkeys(r["set"] for r in rows))
     methods = list(dict.fromkeys((r["method"], r["far"]) for r in rows))
     names = [f"{method}{', far' if near else ''}" for method, near in methods]
-    lines = ["| set | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    lines = [["set", *names]]
     for name in sets:
         cells = []
         for method, near in methods:
@@ -207,28 +208,25 @@ def main_table(rows: list[dict[str, Any]]) -> str:
             nll = [shown(mean(rows, f, **of)) for f in ("test_nll", "far_nll")]
             found = [f"{mean(rows, f, **of):.2f}".lstrip("0") for f in ("far_auroc", "other_auroc")]
             cells.append(" / ".join(nll) + "; " + " / ".join(found))
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([name, *cells])
+    return "\n".join(markdown(lines))
 
 
 def floor_table(cells: list[dict[str, Any]]) -> str:
     sets = list(dict.fromkeys(c["set"] for c in cells))
     bounds = [{"floor": floor, "unit": unit} for floor, unit in dict.fromkeys((c["floor"], c["unit"]) for c in cells)]
-    heads = [f"floor {b['floor']:g}, unit {b['unit']:g}" for b in bounds]
-    lines = ["| set | " + " | ".join(heads) + " |", "|---" * (len(bounds) + 1) + "|"]
+    lines = [["set", *(f"floor {b['floor']:g}, unit {b['unit']:g}" for b in bounds)]]
     for name in sets:
         pairs = [[mean(cells, part, set=name, **b) for part in ("validation", "far")] for b in bounds]
-        lines.append(f"| {name} | " + " | ".join(" / ".join(map(shown, pair)) for pair in pairs) + " |")
-    every = [shown(mean(cells, "validation", **b)) for b in bounds]
-    lines.append("| mean, validation | " + " | ".join(every) + " |")
-    return "\n".join(lines)
+        lines.append([name, *(" / ".join(map(shown, pair)) for pair in pairs)])
+    lines.append(["mean, validation", *(shown(mean(cells, "validation", **b)) for b in bounds)])
+    return "\n".join(markdown(lines))
 
 
 def longer_table(cells: list[dict[str, Any]]) -> str:
     """Means over the regression tasks of benchmarks/defaults.py, for each rule, method and start."""
     rules = [{"floor": f, "unit": u} for f, u in dict.fromkeys((c["floor"], c["unit"]) for c in cells)]
-    heads = [f"floor {r['floor']:g}, unit {r['unit']:g}" for r in rules]
-    lines = ["| method | " + " | ".join(heads) + " |", "|---" * (len(rules) + 1) + "|"]
+    lines = [["method", *(f"floor {r['floor']:g}, unit {r['unit']:g}" for r in rules)]]
     names = {"plain": "plain", "r1n-0.2": "rank-1 Normal", "mf-he-flip-t0.01": "mean-field"}
     for candidate, method in names.items():
         for start, words in (("scratch", "from scratch"), ("trained", "trained on")):
@@ -237,8 +235,8 @@ def longer_table(cells: list[dict[str, Any]]) -> str:
                 [shown(mean(cells, f"validation_{what}", **of, **rule)) for what in ("nll", "shifted_nll")]
                 for rule in rules
             ]
-            lines.append(f"| {method}, {words} | " + " | ".join(" / ".join(pair) for pair in pairs) + " |")
-    return "\n".join(lines)
+            lines.append([f"{method}, {words}", *map(" / ".join, pairs)])
+    return "\n".join(markdown(lines))
 
 
 def main() -> None:

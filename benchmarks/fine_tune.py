@@ -28,17 +28,18 @@ from __future__ import annotations
 import argparse
 import copy
 import re
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import cells
 import torch
 from cells import Workers, run_all
-from fine_tune_cells import Cells, Predict, clock, nll_of, saved_size, scores, size
 from fine_tune_tasks import (
     DEVICE,
     FULL,
@@ -61,7 +62,9 @@ from fine_tune_tasks import (
 from torch import Tensor, nn
 
 import slimbayes as sb
+from slimbayes.metrics import AUROC, calibration
 
+Predict = Callable[[Tensor], sb.Prediction]
 MEMBERS, DRAWS, TEMPERATURE = 4, 64, 0.1
 WIDTHS = 0.1  # learning rate of posteriors' widths
 DROPPED = "conv2|fc|dense|o_proj|down_proj|score"  # layers whose inputs MC dropout drops
@@ -77,6 +80,75 @@ SETTINGS: dict[str, list[Any]] = {
     "rank-1 after plain": [0.1, 0.2],
 }
 TRAINED, FITTED = list(SETTINGS)[:4], list(SETTINGS)[4:]
+
+
+# --- what is measured ---
+
+
+def size(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def saved_size(net: nn.Module) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        return sum(file.stat().st_size for file in sb.save(net, f"{folder}/adapter").rglob("*") if file.is_file())
+
+
+def nll_of(predict: Predict, rows: Rows) -> float:
+    return -float(predict(rows[0]).log_prob(rows[1]).mean())
+
+
+def scores(predict: Predict, material: Material) -> dict[str, float]:
+    """NLL, ECE, accuracy and seconds on clean rows, NLL and ECE on shifted ones, and how well entropy tells others."""
+    began = clock()
+    clean = predict(material.clean[0])
+    seconds = clock() - began
+    target = material.clean[1]
+    found = {
+        "nll": -float(clean.log_prob(target).mean()),
+        "ece": calibration(clean, target).ece,
+        "accuracy": float((clean.label == target).float().mean()),
+        "predict_seconds": seconds,
+    }
+    shifted = {name: (predict(x), y) for name, (x, y) in material.shifted.items()}
+    nlls = {f"nll {name}": -float(p.log_prob(y).mean()) for name, (p, y) in shifted.items()}
+    eces = [calibration(p, y).ece for p, y in shifted.values()]
+    other = predict(material.other)
+    metric = AUROC()
+    for p, is_other in ((clean, 0), (other, 1)):
+        metric.update(p.total.cpu(), torch.full((len(p.total),), is_other))
+    return (
+        found
+        | nlls
+        | {
+            "shifted_nll": sum(nlls.values()) / len(nlls),
+            "shifted_ece": sum(eces) / len(eces),
+            "auroc": float(metric.compute()),
+        }
+    )
+
+
+def clock() -> float:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class Cells(cells.Cells):
+    """Those of tasks, methods and seeds."""
+
+    def has(self, task: str, method: str, seed: int, choice: int | None = None) -> bool:
+        wanted = (task, method, seed, choice)
+        return any((c["task"], c["method"], c["seed"], c.get("choice")) == wanted for c in self.lines)
+
+    def best(self, task: str, method: str) -> int:
+        """The setting of lowest NLL on validation rows; NaN never wins; without any try it is the first."""
+        tries = [c for c in self.lines if (c["task"], c["method"], c["seed"]) == (task, method, -1)]
+        found = min(tries, key=lambda c: (c["metrics"]["nll"] != c["metrics"]["nll"], c["metrics"]["nll"]), default={})
+        return int(found.get("choice", 0))
+
+
+# --- methods ---
 
 
 def train(net: nn.Module, rows: Rows, task: Task, rate: float, seed: int) -> None:
@@ -253,14 +325,14 @@ def begin() -> None:
     torch.backends.cudnn.benchmark = True
 
 
-def judgements(cells: Cells, tasks: list[str], seeds: int, work: Path, scale: Scale) -> list[tuple[Any, ...]]:
+def judgements(kept: Cells, tasks: list[str], seeds: int, work: Path, scale: Scale) -> list[tuple[Any, ...]]:
     """What is left to run on test rows, seed by seed."""
     jobs: list[tuple[Any, ...]] = []
     for seed, task in product(range(seeds), tasks):
-        chosen = {method: SETTINGS[method][cells.best(task, method)] for method in SETTINGS}
-        if not cells.has(task, "deep ensemble", seed):
+        chosen = {method: SETTINGS[method][kept.best(task, method)] for method in SETTINGS}
+        if not kept.has(task, "deep ensemble", seed):
             jobs.append((judged_plain, task, work, scale, seed, chosen))
-        own = [m for m in TRAINED[1:] if not cells.has(task, m, seed)]
+        own = [m for m in TRAINED[1:] if not kept.has(task, m, seed)]
         jobs += [(judged, task, m, work, scale, seed, chosen[m]) for m in own]
     return jobs
 
@@ -277,7 +349,7 @@ def main() -> None:
     args = parser.parse_args()
     scale, until, work = SMOKE if args.smoke else FULL, time.monotonic() + args.limit_seconds, args.work
     work.mkdir(parents=True, exist_ok=True)
-    cells, tasks = Cells(args.out), [task for task in TASKS if re.search(args.only, task)]
+    kept, tasks = Cells(args.out), [task for task in TASKS if re.search(args.only, task)]
     bases = list(dict.fromkeys(TASKS[task].base for task in tasks))
     kinds = {"text" if base == "llama" else "images" for base in bases}
     began = time.monotonic()
@@ -286,20 +358,18 @@ def main() -> None:
         print(f"{time.monotonic() - began:6.1f} s  {what}", flush=True)
 
     with Workers(args.workers, begin) as pool:
-        run_all(pool, [(prepare, kind, args.data, work, scale) for kind in sorted(kinds)], cells.add, until)
+        run_all(pool, [(prepare, kind, args.data, work, scale) for kind in sorted(kinds)], kept.add, until)
         say("data")
-        run_all(
-            pool, [(train_base, b, work, scale) for b in bases if not (work / f"{b}.pt").exists()], cells.add, until
-        )
+        run_all(pool, [(train_base, b, work, scale) for b in bases if not (work / f"{b}.pt").exists()], kept.add, until)
         say("bases")
         tries = [(tried, t, m, work, scale, i) for t in tasks for m in TRAINED for i in range(len(SETTINGS[m]))]
-        run_all(pool, [job for job in tries if not cells.has(job[1], job[2], -1, job[5])], cells.add, until)
+        run_all(pool, [job for job in tries if not kept.has(job[1], job[2], -1, job[5])], kept.add, until)
         say("settings")
-        rates = {task: SETTINGS["plain"][cells.best(task, "plain")] for task in tasks}
-        fits = [(tried_fits, t, work, scale, rates[t]) for t in tasks if not cells.has(t, FITTED[-1], -1, 1)]
-        run_all(pool, fits, cells.add, until)
+        rates = {task: SETTINGS["plain"][kept.best(task, "plain")] for task in tasks}
+        fits = [(tried_fits, t, work, scale, rates[t]) for t in tasks if not kept.has(t, FITTED[-1], -1, 1)]
+        run_all(pool, fits, kept.add, until)
         say("priors")
-        done = run_all(pool, judgements(cells, tasks, args.seeds, work, scale), cells.add, until)
+        done = run_all(pool, judgements(kept, tasks, args.seeds, work, scale), kept.add, until)
         say("all cells are there" if done else "STOPPED: call again to go on")
 
 

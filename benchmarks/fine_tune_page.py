@@ -8,11 +8,13 @@ Only what stands between the page's two marks is written; the rest is text.
 import json
 import sys
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from cells import between, paired
+from cells import table as markdown
 
 MARKS = ("<!-- fine-tuning -->\n", "<!-- end of fine-tuning -->\n")
 OURS = ("rank-1 fine-tuned", "rank-1 after plain", "rank-1 Laplace")
@@ -68,15 +70,15 @@ def tasks_of(cells: Cells) -> list[str]:
 def table(cells: Cells, title: str, of: Value, most: bool = False) -> str:
     """Means and standard errors over seeds, tasks by methods; the best mean of a row is bold."""
     methods = [method for method in METHODS if any(method == own for _, own in cells)]
-    rows = [f"| {title} | {' | '.join(methods)} |", "|---" * (len(methods) + 1) + "|"]
+    rows = [[title, *methods]]
     for task in tasks_of(cells):
         found = {method: list(values(cells, task, method, of).values()) for method in methods}
         means = {method: mean(of) for method, of in found.items() if of}
         if not means:
             continue
         best = (max if most else min)(means.values())
-        rows.append(f"| {task} | {' | '.join(entry(found[m], means.get(m) == best) for m in methods)} |")
-    return "\n".join(rows) + "\n" if len(rows) > 2 else ""
+        rows.append([task, *(entry(found[m], means.get(m) == best) for m in methods)])
+    return "\n".join(markdown(rows)) + "\n" if rows[1:] else ""
 
 
 def entry(found: Sequence[float], best: bool) -> str:
@@ -111,21 +113,17 @@ def counted(cells: Cells, ours: str, rival: str, name: str) -> dict[str, list[st
 
 def verdict(cells: Cells) -> str:
     """The goal, point by point, as the cells have it."""
-    lines = [
+    told = (
         f"{len(tasks_of(cells))} tasks, {seeds(cells)} seeds each. Paired by seed; ahead or behind where a 95 % "
-        f"interval of the difference leaves zero out, else level; numbers of tasks:",
-        "",
-        "| | against | score | ahead | level | behind |",
-        "|---|---|---|---|---|---|",
-    ]
-    for ours in OURS:
-        for rival in METHODS:
-            for name in ("nll", "shifted_nll"):
-                found = counted(cells, ours, rival, name)
-                if rival not in OURS and any(found.values()):
-                    counts = " | ".join(str(len(found[how])) for how in found)
-                    lines.append(f"| {ours} | {rival} | {SCORES[name]} | {counts} |")
-    return "\n".join([*lines, "", *(goal(cells, ours) for ours in OURS if any(ours == own for _, own in cells))]) + "\n"
+        f"interval of the difference leaves zero out, else level; numbers of tasks:"
+    )
+    rows: list[list[Any]] = [["", "against", "score", "ahead", "level", "behind"]]
+    for ours, rival, name in product(OURS, METHODS, ("nll", "shifted_nll")):
+        found = counted(cells, ours, rival, name)
+        if rival not in OURS and any(found.values()):
+            rows.append([ours, rival, SCORES[name], *map(len, found.values())])
+    goals = [goal(cells, ours) for ours in OURS if any(ours == own for _, own in cells)]
+    return "\n".join([told, "", *markdown(rows), "", *goals]) + "\n"
 
 
 def goal(cells: Cells, ours: str) -> str:

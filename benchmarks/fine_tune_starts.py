@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import fine_tune_tables as tables
 import torch
-from cells import Cells, between
+from cells import Cells, between, table
 from laplace_priors import classes
 from sklearn.datasets import load_breast_cancer, load_digits, load_wine
 from torch import Tensor, nn
@@ -174,19 +174,18 @@ def page(text: str, lines: list[dict[str, Any]]) -> str:
     found = {of: differences(lines, of) for of in ("valid", "clean", "shifted")}
     most = max(map(len, found["valid"].values()), default=0)
     whole = [chosen for chosen, by in found["valid"].items() if len(by) == most]
-    rows = [
+    told = (
         f"{most} tasks, {SEEDS} seeds. NLL less that of the plain network, mean over tasks (each within half a nat) "
-        "and the number of tasks that are worse by more than 0.01; the first row is the choice, by validation rows:",
-        "",
-        "| means | widths | prior | temperature | rate | of widths | own biases | validation | test | shifted |",
-        "|---" * 10 + "|",
+        "and the number of tasks that are worse by more than 0.01; the first row is the choice, by validation rows:"
+    )
+    rows = [
+        ["means", "widths", "prior", "temperature", "rate", "of widths", "own biases", "validation", "test", "shifted"]
     ]
     for one in sorted(whole, key=lambda one: rank(found["valid"][one])):
-        scores = " | ".join("{1:+.3f}, {0}".format(*rank(found[of][one])) for of in found)
-        starts = f"Normal(1, {one.spread:g}) | {one.width:g} | {one.prior:g} | {one.temperature:g}"
-        rates = f"{one.rate:g} | x {one.faster:g} | {'yes' if one.bias else 'no'}"
-        rows.append(f"| {starts} | {rates} | {scores} |")
-    return between(text, MARKS, "\n".join(rows) + "\n")
+        starts = [f"Normal(1, {one.spread:g})", *(f"{n:g}" for n in (one.width, one.prior, one.temperature, one.rate))]
+        rates = [f"x {one.faster:g}", "yes" if one.bias else "no"]
+        rows.append([*starts, *rates, *("{1:+.3f}, {0}".format(*rank(found[of][one])) for of in found)])
+    return between(text, MARKS, "\n".join([told, "", *table(rows)]) + "\n")
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import slimbayes as sb
-from slimbayes.metrics.calibration import crps_mixture
+from slimbayes.metrics.functional import crps_mixture
 
 SETS = [
     "bostonhousing", "concrete", "energy", "kin8nm", "naval-propulsion-plant", "power-plant",

@@ -37,15 +37,15 @@ from pathlib import Path
 from typing import Any
 
 import gpu_cases
-import gpu_rivals
 import gpu_scale
 import performance_page
 import torch
 from gpu_cases import CASES, Case, Trial, Work
-from timing import Rows, alarm, machine, prepare, profile, race, words
+from timing import Rows, alarm, machine, prepare, profile, race, versions, words
 
 ROOT = Path(__file__).parents[1]
 LAB = ("plain", "rank1", "rank1-split", "batchensemble", "ktied-flipout")
+RIVALS = ("torch-uncertainty", "bayesian-torch", "peft", "transformers", "timm")
 ABSENT = "ModuleNotFoundError"  # of a rival: nothing to try again
 BUILD_SECONDS = 150.0  # for one variant, compilation included
 COMPILING = 0.4  # of the time: then those that are ready are timed, whoever else compiles
@@ -270,7 +270,7 @@ class Record:
     def __init__(self, args: argparse.Namespace) -> None:
         self.out, self.guard, self.start = args.out, threading.Lock(), time.time()
         self.data: dict[str, Any] = {
-            "machine": machine(torch.device(args.device)) | gpu_rivals.versions(),
+            "machine": machine(torch.device(args.device)) | versions(*RIVALS),
             "sizes": args.sizes, "rounds": args.rounds, "seconds": 0.0, "results": [], "not_run": [],
         }  # fmt: skip
         if args.resume:

@@ -7,7 +7,6 @@ quantisation: their layers need nothing but torch (torch-uncertainty's also eino
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import sys
 import types
@@ -90,14 +89,3 @@ def lora(model: nn.Module, targets: str | list[str] | None = None) -> nn.Module:
     peft = importlib.import_module("peft")
     fan = {"fan_in_fan_out": True} if type(model).__name__.startswith("GPT2") else {}
     return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=targets, **fan))
-
-
-def versions() -> dict[str, str]:
-    """Of those installed."""
-    found = {}
-    for name in ("torch-uncertainty", "bayesian-torch", "peft", "transformers", "timm"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found

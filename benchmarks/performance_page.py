@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from cells import table
+
 Row = dict[str, Any]
 Table = dict[tuple[str, str, str], Row]  # by case, mode and method
 BUSY = 0.85  # a GPU that is idle for more than the rest of the time waits for Python
@@ -193,19 +195,13 @@ def _older(record: dict[str, Any]) -> list[str]:
 
 
 def _targets(rows: Table) -> list[str]:
-    lines = ["| workload | what | before | target | now | recorded | | rivals |", "|---|---|---|---|---|---|---|---|"]
+    lines = [["workload", "what", "before", "target", "now", "recorded", "", "rivals"]]
     for target in TARGETS:
-        found = measured(target, rows)
         said = state(target, rows)
-        cells = [target.workload, target.what, _number(target.before), _number(target.goal)]
-        cells += [
-            _ratio(found, target),
-            _ratio(recorded(target, rows), target),
-            f"**{said}**" if said == "missed" else said,
-            _rivals(target, rows),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return ["## Targets", "", *lines]
+        found = [_ratio(one(target, rows), target) for one in (measured, recorded)]
+        goals = [target.workload, target.what, _number(target.before), _number(target.goal)]
+        lines.append([*goals, *found, f"**{said}**" if said == "missed" else said, _rivals(target, rows)])
+    return ["## Targets", "", *table(lines)]
 
 
 def _rivals(target: Target, rows: Table) -> str:
@@ -283,16 +279,14 @@ def _steps(rows: Table) -> list[str]:
         heads = [
             (m, k) for m in ("compiled", "recorded", "eager") for k in ("train", "predict", "peak") if _any(mine, m, k)
         ]
-        names = [f"{COLUMNS[kind]}, {mode}" for mode, kind in heads]
-        sizes = next(iter(mine.values()))["sizes"]
-        lines += ["", f"### {sizes}", "", f"| | {' | '.join(names)} |", "|---" * (len(heads) + 1) + "|"]
+        shown = [["", *(f"{COLUMNS[kind]}, {mode}" for mode, kind in heads)]]
         for method in dict.fromkeys(key[2] for key in mine if key[2] not in ("rest", "all")):
-            cells = [_cell(rows.get((case, mode, method), {}), kind) for mode, kind in heads]
-            lines.append(f"| {method} | {' | '.join(cells)} |")
+            shown.append([method, *(_cell(rows.get((case, mode, method), {}), kind) for mode, kind in heads)])
+        lines += ["", f"### {next(iter(mine.values()))['sizes']}", "", *table(shown)]
     lab = [row for key, row in rows.items() if key[0] == "lab" and "seconds" in row]
     if lab:
-        lines += ["", f"### Lab: {lab[0]['sizes']}", "", "| | s per epoch | remarks |", "|---|---|---|"]
-        lines += [f"| {row['method']} | {row['seconds']:.2f} | {'; '.join(row['messages'])} |" for row in lab]
+        shown = [[row["method"], f"{row['seconds']:.2f}", "; ".join(row["messages"])] for row in lab]
+        lines += ["", f"### Lab: {lab[0]['sizes']}", "", *table([["", "s per epoch", "remarks"], *shown])]
     return lines
 
 
@@ -322,16 +316,11 @@ def _scale(results: Iterable[Row]) -> list[str]:
         }
         heads |= {"peak_mib": "peak MiB"} if _sound(mine) else {}
         heads = {key: head for key, head in heads.items() if any(row.get(key) for row in mine)}
-        lines += [
-            "",
-            f"### {mine[0]['sizes']}",
-            "",
-            f"| | {' | '.join(heads.values())} |",
-            "|---" * (len(heads) + 1) + "|",
-        ]
+        shown = [["", *heads.values()]]
         for row in mine:
             cells = [_number(row.get(key)) + _spread(row, key) if "error" not in row else "fails" for key in heads]
-            lines.append(f"| {row['method']} | {' | '.join(cells)} |")
+            shown.append([row["method"], *cells])
+        lines += ["", f"### {mine[0]['sizes']}", "", *table(shown)]
         if not _sound(mine):
             lines += ["", "Its peaks of memory are wrong and left out: what builds before had taken was given back."]
     return lines

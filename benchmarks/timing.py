@@ -5,6 +5,7 @@ over rounds, a ratio is the median of the ratios to a reference within a round. 
 """
 
 import gc
+import importlib.metadata
 import os
 import platform
 import signal
@@ -109,14 +110,14 @@ def words(error: BaseException) -> str:
 
 
 @contextmanager
-def alarm(seconds: float) -> Iterator[None]:
+def alarm(seconds: float, error: type[BaseException] = TimeoutError) -> Iterator[None]:
     """Raise TimeoutError inside after so many seconds; 0 for never."""
     if not seconds:
         yield
         return
 
     def ring(*_: Any) -> None:
-        raise TimeoutError(f"not ready after {seconds:.0f} seconds")
+        raise error(f"not ready after {seconds:.0f} seconds")
 
     old = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -174,6 +175,17 @@ def kernels(found: torch.profiler.profile, shown: int = 8) -> dict[str, Any]:
         "kernels": sum(e.count for e in events),
         "longest": [[e.key[:80], e.count, e.self_device_time_total / 1e3] for e in longest],
     }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of those installed."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
 
 
 def machine(device: torch.device) -> dict[str, Any]:

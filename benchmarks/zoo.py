@@ -12,50 +12,51 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import platform
 import re
-import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from cells import Workers, table
+from cells import run_all as run_jobs
+from timing import alarm, versions
 from zoo_checks import CHECKS, METHODS, OutOfTime, Plain, build_plain, check_pair, words_of
 from zoo_models import PACKAGES, Architecture, architectures
-from zoo_table import failures, write_table
 
 import slimbayes as sb
 
 PAIR_SECONDS = 180
+Pairs = Sequence[dict[str, Any]]
+_WIDEST = 160  # characters of a reason on the page
 
 
-def run_architecture(name: str, methods: Sequence[str], device: str, deadline: float) -> dict[str, Any]:
-    """All pairs of one architecture. What the deadline leaves out, or cuts short, is listed under "not_run"."""
+def run_architecture(
+    name: str, methods: Sequence[str], device: str, deadline: float
+) -> list[tuple[str, dict[str, Any]]]:
+    """Its name and all its pairs. What the deadline leaves out, or cuts short, is listed under "not_run"."""
     architecture = next(one for one in architectures() if one.name == name)
     result: dict[str, Any] = {"pairs": [], "not_run": [], "not_built": {}}
     plain: Plain | None = None
     if time.time() < deadline:
         try:
-            with warnings.catch_warnings(), _alarm(_seconds_left(deadline)):
+            with warnings.catch_warnings(), alarm(_seconds_left(deadline), OutOfTime):
                 warnings.simplefilter("ignore")
                 plain = build_plain(architecture, torch.device(device))
         except (Exception, OutOfTime) as error:
             if time.time() < deadline:
-                return result | {"not_built": {name: words_of(error)}}
+                return [(name, result | {"not_built": {name: words_of(error)}})]
     for method in methods:
         pair = None if plain is None or time.time() > deadline else _timed_pair(plain, architecture, method, deadline)
         if pair is None:
             result["not_run"].append([name, method])
         else:
             result["pairs"].append(pair)
-    return result
+    return [(name, result)]
 
 
 def _timed_pair(plain: Plain, architecture: Architecture, method: str, deadline: float) -> dict[str, Any] | None:
@@ -63,7 +64,7 @@ def _timed_pair(plain: Plain, architecture: Architecture, method: str, deadline:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            with _alarm(_seconds_left(deadline)):
+            with alarm(_seconds_left(deadline), OutOfTime):
                 found = check_pair(plain, METHODS[method])
         except (Exception, OutOfTime) as error:  # a deepcopy that fails, or the time limit
             if time.time() > deadline:
@@ -84,59 +85,35 @@ def _timed_pair(plain: Plain, architecture: Architecture, method: str, deadline:
 
 
 def _seconds_left(deadline: float) -> float:
-    return min(PAIR_SECONDS, deadline - time.time() + 1)  # so that what it stops is past the deadline
-
-
-@contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    """Stop what takes longer, where the system can."""
-
-    def stop(*_: Any) -> None:
-        raise OutOfTime(f"more than {seconds:.0f} seconds")
-
-    former = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.1))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, former)
+    return max(0.1, min(PAIR_SECONDS, deadline - time.time() + 1))  # so that what it stops is past the deadline
 
 
 def run_all(names: Sequence[str], methods: Sequence[str], device: str, deadline: float, workers: int) -> dict[str, Any]:
     """Results of all architectures together, in the order of their names."""
     results: dict[str, dict[str, Any]] = {}
+
+    def keep(found: list[tuple[str, dict[str, Any]]]) -> None:
+        results.update(found)
+        _progress(found[0][0], results)
+
     if workers <= 1:
         for name in names:
-            results[name] = run_architecture(name, methods, device, deadline)
-            _progress(name, results)
+            keep(run_architecture(name, methods, device, deadline))
     else:
-        _in_processes(results, names, methods, device, deadline, workers)
-        for name in [n for n in names if n not in results]:  # a process that died took others with it: now each alone
-            if time.time() > deadline:
-                results[name] = {"pairs": [], "not_run": [[name, method] for method in methods], "not_built": {}}
-            else:
-                _in_processes(results, [name], methods, device, deadline, 1)
-                results.setdefault(name, {"pairs": [], "not_run": [], "not_built": {name: "the process died"}})
+        jobs = [(run_architecture, name, methods, device, deadline) for name in names]
+        with Workers(workers, _set_up) as pool:
+            run_jobs(pool, jobs, keep, time.monotonic() + deadline - time.time())
     whole: dict[str, Any] = {"pairs": [], "not_run": [], "not_built": {}}
     for name in names:
-        whole["pairs"] += results[name]["pairs"]
-        whole["not_run"] += results[name]["not_run"]
-        whole["not_built"] |= results[name]["not_built"]
+        if name in results:
+            whole["pairs"] += results[name]["pairs"]
+            whole["not_run"] += results[name]["not_run"]
+            whole["not_built"] |= results[name]["not_built"]
+        elif time.time() > deadline:
+            whole["not_run"] += [[name, method] for method in methods]
+        else:
+            whole["not_built"][name] = "the process died"
     return whole
-
-
-def _in_processes(
-    results: dict[str, Any], names: Sequence[str], methods: Sequence[str], device: str, deadline: float, workers: int
-) -> None:
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_set_up) as pool:
-        waiting: dict[Future[Any], str] = {
-            pool.submit(run_architecture, name, methods, device, deadline): name for name in names
-        }
-        for future in as_completed(waiting):
-            if future.exception() is None:
-                results[waiting[future]] = future.result()
-                _progress(waiting[future], results)
 
 
 def _set_up(threads: int = 1) -> None:
@@ -153,20 +130,132 @@ def _progress(name: str, results: dict[str, Any]) -> None:
         print(f"[{len(results)}] {name}: {state}", file=sys.stderr, flush=True)
 
 
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "slimbayes": sb.__version__}
-    for package in ("torch", *PACKAGES):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+# --- what was found, in words: failures for the terminal, and docs/zoo.md ---
+
+
+def count(pairs: Pairs) -> str:
+    return f"{sum(p['holds'] for p in pairs)} of {len(pairs)} pairs hold"
+
+
+def failures(result: dict[str, Any]) -> str:
+    """What fails and why, one line for each architecture and reason, and how many pairs hold."""
+    rows = _grouped(result["pairs"])
+    widths = [max((len(row[i]) for row in rows), default=0) for i in (0, 1)]
+    lines = [f"{row[0]:{widths[0]}}  {row[1]:{widths[1]}}  [{row[2]}] {row[3][:_WIDEST]}" for row in rows]
+    lines += [f"not built: {name}: {why}" for name, why in result["not_built"].items()]
+    if result["not_run"]:
+        lines.append(f"{len(result['not_run'])} pairs not run")
+    slow = sorted({p["architecture"] for p in result["pairs"] if p["draw_by_draw"]})
+    lines += [f"draw by draw: {', '.join(slow)}"] if slow else []
+    lines += [_tally(result["pairs"])] if result["pairs"] else []
+    return "\n".join([*lines, count(result["pairs"])])
+
+
+def _tally(pairs: Pairs) -> str:
+    """Of the pairs in which a check ran, how many pass it."""
+    ran = {
+        check: [p["checks"][check] for p in pairs if p["checks"][check] != "not run"] for check in pairs[0]["checks"]
+    }
+    return "; ".join(f"{check} {states.count('holds')} of {len(states)}" for check, states in ran.items())
+
+
+def _failed(pair: dict[str, Any]) -> list[str]:
+    return [check for check, state in pair["checks"].items() if state == "fails"]
+
+
+def page(result: dict[str, Any], checks: Sequence[str]) -> str:
+    """docs/zoo.md."""
+    pairs: Pairs = result["pairs"]
+    said = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    built = len({p["architecture"] for p in pairs})
+    head = [
+        "# Architectures nobody here wrote",
+        "",
+        "Generated by `python benchmarks/zoo.py --table FILE.json`; do not edit.",
+        "A pair is an architecture and a method.",
+        f"It holds if every check does: {', '.join(checks)} (benchmarks/zoo_checks.py says what they are).",
+        "",
+        f"**{count(pairs)}** on {built} architectures ({result['device']}; {said}).",
+    ]
+    parts = [head, _counts(pairs), _by_check(pairs, checks), _reasons(pairs), _slow(pairs), _rest(result)]
+    return "\n".join(line for part in parts for line in [*part, ""]).rstrip() + "\n"
+
+
+def _counts(pairs: Pairs) -> list[str]:
+    packages, methods = (list(dict.fromkeys(p[key] for p in pairs)) for key in ("package", "method"))
+    lines = [["method", *packages, "all"]]
+    for method in [*methods, "all"]:
+        rows = [p for p in pairs if method in (p["method"], "all")]
+        lines.append([method, *(_share([p for p in rows if p["package"] == one]) for one in packages), _share(rows)])
+    return ["## How many pairs hold", "", *table(lines)]
+
+
+def _share(pairs: Pairs) -> str:
+    return f"{sum(p['holds'] for p in pairs)} of {len(pairs)}" if pairs else "-"
+
+
+def _by_check(pairs: Pairs, checks: Sequence[str]) -> list[str]:
+    states = ("holds", "fails", "not run")
+    found = {check: [p["checks"][check] for p in pairs] for check in checks}
+    lines = [[check, *(mine.count(state) for state in states)] for check, mine in found.items()]
+    return ["## By check", "", *table([["check", *states], *lines])]
+
+
+def _grouped(pairs: Pairs) -> list[tuple[str, str, str, str]]:
+    """Architecture, checks, methods and reason of failures; one row for one reason, whatever numbers it holds."""
+    methods: dict[tuple[str, str, str], list[str]] = {}
+    said: dict[str, str] = {}
+    for pair in pairs:
+        for check in _failed(pair):
+            why = pair["errors"].get(check, "")
+            alike = re.sub(r"\d", "", why)[:_WIDEST]
+            said.setdefault(pair["architecture"] + alike, why)
+            methods.setdefault((pair["architecture"], check, alike), []).append(pair["method"])
+    checks: dict[tuple[str, str, str], list[str]] = {}
+    for (name, check, alike), which in methods.items():
+        checks.setdefault((name, ", ".join(which), alike), []).append(check)
+    return [(name, ", ".join(some), which, said[name + alike]) for (name, which, alike), some in checks.items()]
+
+
+def _reasons(pairs: Pairs) -> list[str]:
+    rows = _grouped(pairs)
+    if not rows:
+        return ["## What fails", "", "Nothing."]
+    lines = [(*where, _cell(why)) for *where, why in rows]
+    return ["## What fails", "", *table([("architecture", "checks", "methods", "reason"), *lines])]
+
+
+def _cell(text: str) -> str:
+    short = text if len(text) <= _WIDEST else text[: _WIDEST - 3] + "..."
+    return short.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+def _slow(pairs: Pairs) -> list[str]:
+    rows: dict[str, list[str]] = {}
+    for pair in pairs:
+        if pair["draw_by_draw"]:
+            rows.setdefault(pair["architecture"], []).append(pair["method"])
+    lines = [f"- {name}: {', '.join(methods)}" for name, methods in rows.items()] or ["None."]
+    return [
+        "## Run draw by draw",
+        "",
+        "These mix or reorder the rows of a batch, so their draws are not folded into it.",
+        "",
+        *lines,
+    ]
+
+
+def _rest(result: dict[str, Any]) -> list[str]:
+    lines = [f"- {name} was not built: {_cell(why)}" for name, why in result["not_built"].items()]
+    if result["not_run"]:
+        lines.append(f"- {len(result['not_run'])} pairs were not run, for lack of time.")
+    return ["## Not judged", "", *lines] if lines else []
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
     if chosen.table:
-        write_table(json.loads(chosen.table.read_text()), chosen.docs, CHECKS)
+        chosen.docs.write_text(page(json.loads(chosen.table.read_text()), CHECKS))
         print(f"wrote {chosen.docs}")
         return 0
     names = [one.name for one in architectures() if re.search(chosen.only, one.name)]
@@ -181,7 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _set_up(torch.get_num_threads())
     start = time.time()
     found = run_all(names, methods, chosen.device, start + chosen.limit_seconds, chosen.workers)
-    result = {"versions": versions(), "device": chosen.device, "seconds": round(time.time() - start, 1), **found}
+    made_by = {"python": platform.python_version(), "slimbayes": sb.__version__} | versions("torch", *PACKAGES)
+    result = {"versions": made_by, "device": chosen.device, "seconds": round(time.time() - start, 1), **found}
     if chosen.out:
         chosen.out.parent.mkdir(parents=True, exist_ok=True)
         chosen.out.write_text(json.dumps(result, indent=1) + "\n")

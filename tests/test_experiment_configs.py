@@ -17,8 +17,8 @@ from slimbayes.data.uci import UCI
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.config_files import load, read_tree, validate
 from slimbayes.lab.diagnose import DIAGNOSTICS
-from slimbayes.lab.network import build_network
 from slimbayes.lab.papers import PaperRow, find, listings
+from slimbayes.lab.predictor import build_network
 from slimbayes.lab.trees import row_names
 from slimbayes.layers.base import BayesLayer
 from slimbayes.models import keras_count

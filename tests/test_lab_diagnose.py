@@ -8,8 +8,8 @@ import pytest
 from lab_configs import CPU, call, experiment
 
 from slimbayes.diagnostics import spectrum
-from slimbayes.lab.case import Case, scores
-from slimbayes.lab.finished import diagnose_run, lines
+from slimbayes.lab.after_training import diagnose_run, lines
+from slimbayes.lab.diagnose import Case, scores
 from slimbayes.lab.fit import fit, load_run
 
 DENSE = {"model": {"kind": "mlp", "hidden": [8]}, "train": {"epochs": 1}}

@@ -21,7 +21,7 @@ from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.execution import Execution, key
 from slimbayes.lab.fit import Diverged, Training, fit, load_run
 from slimbayes.lab.intake import digits
-from slimbayes.lab.network import build_network
+from slimbayes.lab.predictor import build_network
 from slimbayes.lab.recipes import Train
 from slimbayes.lab.run_folder import RunError, default_folder, open_run, read_curve, stored_experiment
 from slimbayes.lab.step import TrainingStep

@@ -20,8 +20,8 @@ import slimbayes.layers
 import slimbayes.metrics as sm
 from slimbayes.decisions import Temperature
 from slimbayes.distributions.kl import kl as kl_of
-from slimbayes.lab.judging import class_scores
 from slimbayes.lab.paper_table import averages
+from slimbayes.lab.scores import class_scores
 from slimbayes.layers import bayes_class
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.k_tied import KTiedPosterior

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from slimbayes.lab.case import calibration_errors
 from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.paper_table import Reproduction, RowResult, averages, draws_of, markdown, measured, relative_errors
 from slimbayes.lab.papers import Claim, find, listings
+from slimbayes.lab.predictor import Predictor
+from slimbayes.lab.scores import calibration_errors
 from slimbayes.metrics import ALEXNET
 from slimbayes.report.record import Cost, Evaluation, Parameters, Record, Reliability
 
@@ -195,7 +196,7 @@ def test_the_density_of_perfect_predictions_is_the_papers_constant(
     y = mean + std * net[1](net[0](x)).detach()
     task = SimpleNamespace(test=Split(x, y), y_mean=mean, y_std=std, scaling=Scaling(), name="toy")
     experiment = SimpleNamespace(seed=0, evaluate=SimpleNamespace(batch=7))
-    monkeypatch.setattr(Case, "loaded", property(lambda self: (experiment, net, task, "gaussian")))
+    monkeypatch.setattr(Case, "loaded", property(lambda self: Predictor(experiment, net, task, "gaussian")))
     numbers, _ = diagnose("density", Case(tmp_path, tmp_path, draws=5, options={"precision": 0.1}))
     assert numbers["lpd"] == pytest.approx(0.5 * math.log(0.1 / (2 * math.pi)), abs=1e-5)
     assert numbers["rmse"] == pytest.approx(0.0, abs=1e-5)

@@ -133,7 +133,7 @@ def test_cells_are_run_once_and_again_where_a_line_was_cut_off(pack: Path) -> No
     words = ["--data", str(pack), "--out", str(out), "--seeds", "1", "--only", "tiny/.*/(plain|kt-he)/"]
     defaults.main(words)
     lines = out.read_text().splitlines()
-    found = {tuple(row[n] for n in ("start", "candidate")): row for row in map(json.loads, lines[2:])}
+    found = {tuple(row[n] for n in ("start", "candidate")): row for row in map(json.loads, lines[1:])}
     assert set(found) == {(start, name) for start in ("scratch", "trained") for name in ("plain", "kt-he")}
     assert all(math.isfinite(row["test_nll"]) and row["kl"] >= 0 for row in found.values())
     assert found["trained", "kt-he"]["kl"] > 0 == found["trained", "plain"]["kl"]

@@ -12,9 +12,9 @@ from slimbayes.lab.config_files import ConfigError
 from slimbayes.lab.diagnose import Case
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import Stopped, evaluate_run
-from slimbayes.lab.kept import kept_rows, overview, status
 from slimbayes.lab.papers import find, list_all, listings, roots
 from slimbayes.lab.reproduce import Incomplete, parse_seeds, reproduce
+from slimbayes.lab.table_status import overview, row_statuses, status
 from slimbayes.metrics.corruption import corruption_errors
 from slimbayes.report.record import Cost, Parameters, Record, read, write
 
@@ -96,7 +96,7 @@ def test_records_of_an_older_rule_of_hashes_are_found_by_their_config(folder: Pa
     old = read(run)
     write(run / "record.json", old.model_copy(update={"config_hash": "0123456789ab"}))
     run.rename(out / "digits-mean-field-0123456789ab")
-    (kept,) = kept_rows("toy/table1", [out], [folder])
+    (kept,) = row_statuses(find("toy/table1", [folder]), [out])
     assert kept.seeds == {"small": [0]} and kept.older == 1 and not kept.remarks
     listener = Listener()
     reproduce("toy/table1", out, CPU, "small", [0], listener, folders=[folder])
@@ -115,14 +115,14 @@ def test_records_of_another_config_say_what_differs(folder: Path, tmp_path: Path
     )  # fmt: skip
     (tmp_path / "odd").mkdir()
     write(tmp_path / "odd" / "record.json", record)
-    (kept,) = kept_rows("toy/table1", [tmp_path / "odd"], [folder])
+    (kept,) = row_statuses(find("toy/table1", [folder]), [tmp_path / "odd"])
     assert kept.seeds == {} and kept.remarks == ["odd is another config: it differs in train.batch 50 -> 60"]
     former = record.config | {"data": {k: v for k, v in tree["data"].items() if k not in ("missing", "drop")}}
     write(tmp_path / "odd" / "record.json", record.model_copy(update={"config": former}))  # of before these options
-    (kept,) = kept_rows("toy/table1", [tmp_path / "odd"], [folder])
+    (kept,) = row_statuses(find("toy/table1", [folder]), [tmp_path / "odd"])
     assert kept.remarks == ["odd is another config: it differs in train.batch 50 -> 60"]
     write(tmp_path / "odd" / "record.json", record.model_copy(update={"config": tree | {"gone": 1}}))
-    (kept,) = kept_rows("toy/table1", [tmp_path / "odd"], [folder])
+    (kept,) = row_statuses(find("toy/table1", [folder]), [tmp_path / "odd"])
     assert "not valid any more" in kept.remarks[0] and "gone" in kept.remarks[0]
 
 

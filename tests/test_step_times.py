@@ -8,7 +8,7 @@ import torch
 from lab_configs import CPU
 
 import slimbayes as sb
-from slimbayes.lab import diagnose as module
+from slimbayes.lab import step_times as module
 from slimbayes.lab.diagnose import Case, diagnose
 
 

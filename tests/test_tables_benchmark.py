@@ -13,7 +13,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import fine_tune_tables
 import tables
-import tables_page
 import tables_rivals
 
 import slimbayes as sb
@@ -72,7 +71,7 @@ def line(method: str, split: int, nll: float, crps: float = 1.0) -> str:
 def test_the_page_says_what_the_lines_say() -> None:
     lines = [line("slimbayes", 0, 0.5), line("slimbayes", 1, 0.7), line("plain", 0, 0.75)]
     lines.append(json.dumps({"data": "a", "real": True, "method": "other", "split": 0, "failed": "no", "seconds": 9.0}))
-    made = tables_page.page("text\n<!-- table -->\nold\n<!-- end of table -->\nmore\n", lines)
+    made = tables.page("text\n<!-- table -->\nold\n<!-- end of table -->\nmore\n", lines)
     assert "| a | **0.600** ± 0.100 | 0.750 | - |" in made and "old" not in made and "9.0" not in made
     assert made.startswith("text\n") and made.endswith("more\n")
     assert "a lower mean NLL than plain on 1 of 1 sets; and a lower mean CRPS than plain on 0 of 1 sets" in made
@@ -83,7 +82,7 @@ def test_methods_are_paired_by_split_with_student_s_intervals() -> None:
     lines = [line("slimbayes", s, 100.0 * s) for s in range(4)]
     lines += [line("plain", s, 100.0 * s + 1 + s) for s in range(3)]
     lines += [line("plain, tuned", s, 100.0 * s - 1) for s in range(2)]
-    made = tables_page.page("".join(tables_page.MARKS), lines)
+    made = tables.page("".join(tables.MARKS), lines)
     assert "| a | -2.000 ± 2.484 | **+1.000 ± 0.000** |" in made
     assert "plain and tuned on 0 of 1 sets (behind by more than the interval on a)" in made
     assert "| slimbayes | 0 / 1 / 0 |" in made and "| plain, tuned | 1 / 0 / 0 |" not in made
@@ -139,4 +138,4 @@ def test_every_way_from_a_trained_network_is_a_line(tmp_path: Path) -> None:
 @pytest.mark.skipif(not RECORD.exists(), reason="results/benchmarks/tables.jsonl has not been written")
 def test_docs_show_the_record() -> None:
     text = (ROOT / "docs" / "tables.md").read_text()
-    assert text == tables_page.page(text, RECORD.read_text().splitlines())
+    assert text == tables.page(text, RECORD.read_text().splitlines())

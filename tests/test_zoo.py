@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import zoo
 import zoo_checks
 import zoo_models
-import zoo_table
 
 HOLD = dict.fromkeys(zoo_checks.CHECKS, "holds")
 
@@ -41,7 +40,7 @@ def test_two_architectures_under_two_methods(tmp_path: Path, capsys: pytest.Capt
 def test_what_there_is_no_time_for_is_listed() -> None:
     found = zoo.run_all(["transformers/bert"], ["ktied", "emp"], "cpu", deadline=time.time() - 1, workers=1)
     assert found["not_run"] == [["transformers/bert", "ktied"], ["transformers/bert", "emp"]] and not found["pairs"]
-    told = zoo_table.failures(found)
+    told = zoo.failures(found)
     assert "2 pairs not run" in told and "0 of 0 pairs hold" in told
 
 

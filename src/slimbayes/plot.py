@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from slimbayes.diagnostics.spectra import plot_scales as plot_scales
 from slimbayes.diagnostics.spectra import plot_spectrum as plot_spectrum
 from slimbayes.layers.base import sited
-from slimbayes.metrics.calibration import calibration
+from slimbayes.metrics.functional import calibration
 from slimbayes.prediction.accumulate import along_draws
 from slimbayes.prediction.figures import BLUE, GREY, ORANGE, bare, empty_figure
 from slimbayes.prediction.figures import bands as bands
@@ -53,27 +53,23 @@ def reliability(prediction: Prediction, target: Tensor, bins: int = _BINS) -> Fi
     if likelihood_named(prediction.likelihood).discrete:
         found = calibration(prediction, target, bins, drop=0)
         full = found.count > 0
-        middles = ((found.edges[1:] + found.edges[:-1]) / 2)[full]
-        upper.bar(middles, found.accuracy[full], 0.92 / bins, color=BLUE, alpha=0.75, label="accuracy")
-        upper.plot(
-            found.confidence[full], found.accuracy[full], "o", color=ORANGE, markersize=4, label="mean confidence"
-        )
+        middles, accuracy = ((found.edges[1:] + found.edges[:-1]) / 2)[full], found.accuracy[full]
+        upper.bar(middles, accuracy, 0.92 / bins, color=BLUE, alpha=0.75, label="accuracy")
+        upper.plot(found.confidence[full], accuracy, "o", color=ORANGE, markersize=4, label="mean confidence")
         lower.bar(middles, found.count[full], 0.92 / bins, color=GREY, alpha=0.75)
-        words = ("confidence", "accuracy", "rows", f"ECE {found.ece:.3f}")
+        title, across, up = f"ECE {found.ece:.3f}", "confidence", "accuracy"
     else:
         below = _distribution_function(prediction, target).flatten()
         levels = torch.linspace(0, 1, 101, dtype=torch.float64)
         observed = torch.stack([((below - 0.5).abs() <= level / 2).double().mean() for level in levels])
         upper.plot(levels, observed, color=BLUE, linewidth=1.8, label="targets inside")
         lower.hist(below, bins=bins, range=(0, 1), color=GREY, alpha=0.75)
-        off = float((observed - levels).abs().mean())
-        words = ("level of a central interval; below: F(y)", "share inside", "rows", f"mean gap {off:.3f}")
-    upper.set_title(words[3], fontsize=10)
-    upper.set_ylabel(words[1])
-    upper.set_ylim(0, 1.02)
+        gap = float((observed - levels).abs().mean())
+        title, across, up = f"mean gap {gap:.3f}", "level of a central interval; below: F(y)", "share inside"
+    upper.set_title(title, fontsize=10)
+    upper.set(ylabel=up, ylim=(0, 1.02))
     upper.legend(frameon=False, fontsize=9, loc="upper left")
-    lower.set_xlabel(words[0])
-    lower.set_ylabel(words[2])
+    lower.set(xlabel=across, ylabel="rows")
     for panel in (upper, lower):
         bare(panel)
     return figure
@@ -82,13 +78,12 @@ def reliability(prediction: Prediction, target: Tensor, bins: int = _BINS) -> Fi
 def _distribution_function(prediction: Prediction, target: Tensor) -> Tensor:
     """F(y) of each target under the predictive mixture of normals, (N, ...), in float64."""
     prediction.log_prob(target)  # refuses targets that do not fit, and predictions without noise
-    values, noise, weights = prediction.samples.double(), prediction.noise, prediction.weights
+    values, noise = prediction.samples.double(), prediction.noise
     assert noise is not None
     below = torch.special.ndtr((target.double() - values) / noise.double().sqrt())
-    if weights is None:
-        return below.mean(0).cpu()
-    each = len(values) // len(weights)
-    shares = weights.to(values).repeat(each, *[1] * (weights.dim() - 1)) / each
+    weights = values.new_ones(1) if prediction.weights is None else prediction.weights.to(values)
+    each = len(values) // len(weights)  # draw j belongs to member j mod K
+    shares = weights.repeat(each, *[1] * (weights.dim() - 1)) / each
     return (along_draws(shares, below) * below).sum(0).cpu()
 
 
@@ -105,17 +100,12 @@ def risk_coverage(prediction: Prediction, target: Tensor) -> Figure:
         1
     """
     discrete = likelihood_named(prediction.likelihood).discrete
+    prediction._check_target(target)
     if discrete:
-        prediction._check_target(target)
         loss, sure = (prediction.label != target).flatten().double(), prediction.confidence.flatten()
-    else:
-        prediction._check_target(target)
-        loss = (
-            (target.double() - prediction.mean.double()).square().flatten(1).mean(-1)
-            if target.dim() > 1
-            else ((target.double() - prediction.mean.double()).square())
-        )
-        sure = -prediction.total.flatten(1).sum(-1) if target.dim() > 1 else -prediction.total
+    else:  # of a row's targets together
+        loss = (target.double() - prediction.mean.double()).square().reshape(len(target), -1).mean(-1)
+        sure = -prediction.total.reshape(len(target), -1).sum(-1)
     loss = loss.cpu()[sure.cpu().argsort(descending=True)]
     count = torch.arange(1, len(loss) + 1)
     risk = loss.cumsum(0) / count
@@ -124,9 +114,7 @@ def risk_coverage(prediction: Prediction, target: Tensor) -> Figure:
     panel: Any = figure.subplots()
     panel.plot(count / len(loss), risk, color=BLUE, linewidth=1.8, label="surest rows first")
     panel.axhline(float(risk[-1]), color=GREY, linewidth=1, linestyle="--", label="in any order")
-    panel.set_xlabel("coverage: share of rows answered")
-    panel.set_ylabel("error rate" if discrete else "RMSE")
-    panel.set_xlim(0, 1.02)
+    panel.set(xlabel="coverage: share of rows answered", ylabel="error rate" if discrete else "RMSE", xlim=(0, 1.02))
     panel.set_ylim(bottom=0)
     panel.legend(frameon=False, fontsize=9)
     bare(panel)
@@ -161,10 +149,8 @@ def disagreement(prediction: Prediction) -> Figure:
             for j, value in enumerate(row):
                 colour = "black" if value > middle else "white"
                 panel.text(j, i, f"{value:.2g}", ha="center", va="center", fontsize=8, color=colour)
-    panel.set_xticks(range(len(apart))[:: math.ceil(len(apart) / 10)])
-    panel.set_yticks(range(len(apart))[:: math.ceil(len(apart) / 10)])
-    panel.set_xlabel("member")
-    panel.set_ylabel("member")
+    ticks = range(len(apart))[:: math.ceil(len(apart) / 10)]
+    panel.set(xticks=ticks, yticks=ticks, xlabel="member", ylabel="member")
     figure.colorbar(image, ax=panel, label=name)
     return figure
 

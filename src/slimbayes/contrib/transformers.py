@@ -82,7 +82,8 @@ class BayesTrainer(Trainer):
         if model.training:
             divergence = kl(self.accelerator.unwrap_model(model)) / size
             # A loss that is normalised over the whole step is added up as it is; others are divided by the Trainer.
-            parts = self._accumulated() if self._normalised(num_items_in_batch) else 1
+            steps = getattr(self, "current_gradient_accumulation_steps", self.args.gradient_accumulation_steps)
+            parts = steps if self._normalised(num_items_in_batch) else 1
             if self.state.global_step == 0:  # once, as it stalls a GPU; by the weight that annealing leads to
                 weight = self.kl_schedule(self.state.max_steps)
                 warn_of_dwarfed(self.model, float(weight * divergence.detach()))
@@ -117,9 +118,6 @@ class BayesTrainer(Trainer):
         if rows is None:
             raise ValueError("BayesTrainer: a dataset without a length does not say its size: give num_data=.")
         return max(rows(), 1)
-
-    def _accumulated(self) -> int:
-        return int(getattr(self, "current_gradient_accumulation_steps", self.args.gradient_accumulation_steps))
 
     def _normalised(self, num_items: Any) -> bool:
         """Whether the Trainer takes the loss for one that is already a share of the whole optimizer step's."""

@@ -60,13 +60,12 @@ class Temperature:
         def nll(log_t: float) -> float:
             return -float(_tempered(wide, math.exp(log_t)).log_prob(target).mean())
 
-        steps = 24
-        grid = [math.log(_LOWEST) + i * math.log(_HIGHEST / _LOWEST) / steps for i in range(steps + 1)]
+        grid = torch.linspace(math.log(_LOWEST), math.log(_HIGHEST), 25, dtype=torch.float64).tolist()
         values = [nll(t) for t in grid]
-        if any(math.isnan(value) for value in values):
+        if any(map(math.isnan, values)):
             raise ValueError("Held-out predictions and targets must be numbers, got NaN: leave such rows out.")
-        best = min(range(len(grid)), key=values.__getitem__)
-        return cls(math.exp(_lowest(nll, grid[max(best - 1, 0)], grid[min(best + 1, steps)])))
+        best = values.index(min(values))
+        return cls(math.exp(_lowest(nll, grid[max(best - 1, 0)], grid[min(best + 1, 24)])))
 
     def __call__(self, prediction: Prediction) -> Prediction:
         return _tempered(prediction, self.temperature)
@@ -217,7 +216,5 @@ def _wrong(prediction: Prediction, target: Tensor, tolerance: float | None, disc
 
 def _log_tail(errors: int, rows: int, risk: float) -> float:
     """Log of the probability of at most so many errors among so many rows, each wrong with probability `risk`."""
-    k = torch.arange(errors + 1, dtype=torch.float64)
-    n = torch.tensor(float(rows), dtype=torch.float64)
-    ways = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
-    return float(torch.logsumexp(ways + k * math.log(risk) + (n - k) * math.log1p(-risk), 0))
+    counts = torch.arange(errors + 1, dtype=torch.float64)
+    return float(torch.distributions.Binomial(rows, counts.new_tensor(risk)).log_prob(counts).logsumexp(0))

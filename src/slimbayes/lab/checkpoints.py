@@ -65,19 +65,6 @@ def latest_checkpoint(
     return None
 
 
-def own_checkpoint(
-    folder: Path, facts: Mapping[str, str], network: nn.Module
-) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """The latest good checkpoint of a run; None where there are none at all, an error where none can be used."""
-    found = latest_checkpoint(folder, facts, network)
-    if found is None and _latest_first(folder):
-        raise CheckpointError(
-            f"None of the checkpoints in {folder} can be used: they are of another config, of other data, or damaged. "
-            f"Remove them to start from the beginning, or choose another directory with --out."
-        )
-    return found
-
-
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     files = read_folder(path, {_TENSORS, _STATE})
     facts = parse_json(files[_STATE])

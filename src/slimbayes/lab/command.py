@@ -229,7 +229,7 @@ def reproduce(
 ) -> None:
     """Run the rows of a paper's table and write ours beside the paper's numbers."""
     if show_status:
-        from slimbayes.lab.kept import overview, status
+        from slimbayes.lab.table_status import overview, status
 
         typer.echo("\n".join(status(table, out) if table else overview()))
         return

@@ -21,9 +21,12 @@ from __future__ import annotations
 
 import copy
 import math
-import time
-from collections.abc import Callable
-from statistics import fmean, median, stdev
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -36,45 +39,89 @@ from slimbayes.diagnostics import spectrum as spectrum_of
 from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.diagnostics.spectra import Of
 from slimbayes.errors import did_you_mean
-from slimbayes.lab.case import Case as Case
-from slimbayes.lab.case import calibration_errors, scores
-from slimbayes.lab.execution import key, seed_everything
-from slimbayes.lab.judging import check, corrupted
+from slimbayes.lab.evaluate import check_sets, corrupted, scores_with_errors
+from slimbayes.lab.execution import Execution, key, seed_everything
+from slimbayes.lab.fit import load_run
 from slimbayes.lab.paper_table import Numbers
+from slimbayes.lab.predictor import Predictor
+from slimbayes.lab.scores import calibration_errors
+from slimbayes.lab.step_times import step_times
 from slimbayes.lab.task import batches
 from slimbayes.lab.watchers import Watcher
-from slimbayes.report.record import Evaluation, Record
+from slimbayes.models import keras_count
+from slimbayes.report.record import Evaluation, Record, read
 from slimbayes.train.likelihoods import LIKELIHOODS
 
 Found = tuple[Numbers, Any]
 _SHOWN = 10  # singular values of a layer
 
 
-def diagnose(name: str, case: Case) -> Found:
-    """Run a diagnostic by its name.
+@dataclass(frozen=True)
+class Case:
+    """A finished run (or none), how to reach it, and what to do with it; `picture` is where a plot may be written."""
 
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> numbers, _ = diagnose("prior_functions", Case(None, Path(tempfile.mktemp(suffix=".png"))))
-        >>> numbers["steps_dropout"] < numbers["steps_emp"]
-        True
-    """
+    folder: Path | None
+    picture: Path | None
+    draws: int = 1
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    execution: Execution = Execution()  # noqa: RUF009 (frozen)
+
+    @cached_property
+    def loaded(self) -> Predictor:
+        assert self.folder is not None
+        return load_run(self.folder, self.execution)
+
+    @cached_property
+    def record(self) -> Record:
+        assert self.folder is not None
+        return read(self.folder)
+
+    @property
+    def tests(self) -> list[Evaluation]:
+        return [e for e in self.record.evaluations if e.role == "test"]
+
+    @property
+    def rows(self) -> Split:
+        """Rows that scores are of, in their own units: the test rows, or with `rows: validation` those held out."""
+        task, held_out = self.loaded.task, self.options.get("rows") == "validation"
+        rows = task.validation if held_out else task.test
+        if not isinstance(rows, Split):
+            raise ValueError(f"{task.name} has no such rows in memory: set data.validation, or leave `rows` out.")
+        rows = task.in_own_units(rows) if held_out else rows  # test rows are in their own units already
+        assert isinstance(rows, Split)
+        return rows
+
+    def draw(self, make: Callable[[], Any]) -> None:
+        """Write a plot, where one is asked for and matplotlib is installed."""
+        if self.picture is not None:
+            with suppress(ImportError):
+                make().savefig(self.picture, dpi=100)
+
+
+def diagnose(name: str, case: Case) -> Found:
+    """Run a diagnostic by its name."""
     if name not in DIAGNOSTICS:
         raise ValueError(f"Unknown diagnostic {name!r}{did_you_mean(name, DIAGNOSTICS)}")
     return DIAGNOSTICS[name](case)
 
 
+def scores(case: Case, network: nn.Module) -> Numbers:
+    """Scores of the run's network, or of a changed one, with standard errors, and the parameters that count."""
+    numbers = scores_with_errors(case.loaded._replace(network=network), case.rows, case.draws)
+    return numbers | {"parameters": float(keras_count(network) - case.options.get("uncounted", 0))}
+
+
 def elbo(case: Case) -> Found:
     """The run as it is."""
-    numbers = scores(case, case.loaded[1])
+    numbers = scores(case, case.loaded.network)
     return numbers, numbers
 
 
 def truncation(case: Case) -> Found:
     """The run with the standard deviations of its posterior cut to a rank (k-tied Normal, section 2.4)."""
     rank, layers = int(case.options["rank"]), case.options.get("layers")
-    network = case.loaded[1]
+    network = case.loaded.network
     errors = truncation_errors(network, rank, include=layers)
     sizes = [site.posterior.site.matrix for site in gaussian_sites(network, layers)]
     numbers = scores(case, truncate(copy.deepcopy(network), rank, include=layers))
@@ -84,7 +131,7 @@ def truncation(case: Case) -> Found:
 
 def spectrum(case: Case) -> Found:
     """Singular values of means and standard deviations; numbers are means over layers."""
-    network, layers = case.loaded[1], case.options.get("layers")
+    network, layers = case.loaded.network, case.options.get("layers")
     sites = spectrum_of(network, layers).sites
     case.draw(lambda: plot_spectrum(network, include=layers))
     of: tuple[Of, ...] = ("scales", "means")
@@ -95,18 +142,17 @@ def spectrum(case: Case) -> Found:
 
 def scales(case: Case) -> Found:
     """How large posterior standard deviations are, and how much of a layer's one or two factors explain."""
-    network, layer = case.loaded[1], case.options.get("layer")
+    network, layer = case.loaded.network, case.options.get("layer")
     values = {site.name: site.scales() for site in gaussian_sites(network)}
     every = torch.cat([v.flatten().double() for v in values.values()])
-    details = {
-        n: {"mean": float(v.mean()), "least": float(v.min()), "largest": float(v.max())} for n, v in values.items()
-    }
     numbers = {"mean_scale": float(every.mean())}
     if layer:
         found = spectrum_of(network)[layer]
         numbers |= {"scales_1": found.first(1), "scales_2": found.first(2)}
         case.draw(lambda: plot_scales(network, layer))
-    return numbers, details
+    return numbers, {
+        n: {"mean": float(v.mean()), "least": float(v.min()), "largest": float(v.max())} for n, v in values.items()
+    }
 
 
 def snr(case: Case) -> Found:
@@ -151,7 +197,7 @@ def corruption(case: Case) -> Found:
     chosen = case.loaded.experiment.evaluate.model_copy(update={"corruptions": "standard", **case.options})
     experiment = case.loaded.experiment.model_copy(update={"evaluate": chosen})
     task, execution = case.loaded.task, case.execution
-    check(chosen, task, execution)
+    check_sets(chosen, task, execution)
     made: list[Evaluation] = []
     for source, about, rows in corrupted(experiment, task, execution, Watcher()):
         rows = rows.to(case.loaded.device)
@@ -159,20 +205,16 @@ def corruption(case: Case) -> Found:
     return {}, [one.model_dump(mode="json") for one in made]
 
 
-def _tests(record: Record) -> list[Evaluation]:
-    return [e for e in record.evaluations if e.role == "test"]
-
-
 def reliability(case: Case) -> Found:
     """Calibration errors and curve with the case's number of draws."""
-    found = next((e for e in _tests(case.record) if e.draws == case.draws), _tests(case.record)[-1])
+    found = next((e for e in case.tests if e.draws == case.draws), case.tests[-1])
     assert found.reliability is not None
     return calibration_errors(found), found.reliability.model_dump()
 
 
 def draws(case: Case) -> Found:
     """Scores by number of draws."""
-    by = {e.draws: e.metrics | calibration_errors(e) for e in _tests(case.record)}
+    by = {e.draws: e.metrics | calibration_errors(e) for e in case.tests}
     return {f"ece_{count}": scores["ece"] for count, scores in by.items()}, by
 
 
@@ -232,55 +274,6 @@ def induced_priors(case: Case) -> Found:
     names = dict(zip(found, ("fixed", "normal", "cauchy", "student"), strict=True))
     numbers = {f"{names[n]}_{place}": v for n, both in found.items() for place, v in zip(("zero", "tail"), both)}
     return numbers, found
-
-
-_ROWS, _TRAINING_ROWS, _WARM = 32, 60_000, 5
-_PRIOR = sb.Normal(0.0, 0.3)
-POSTERIORS: dict[str, sb.Config] = {
-    "point": sb.Deterministic(),
-    "mean-field": sb.MeanField(prior=_PRIOR),
-    "2-tied": sb.KTied(rank=2, prior=_PRIOR),
-}
-
-
-def step_times(case: Case) -> tuple[Numbers, Any]:
-    """Milliseconds of a step of `posterior` over `steps` steps, taken in turn with those of a point estimate: a machine
-    that slows down slows both. Steps are eager, with Adam and a GPU waited for; `step_ratio` is of medians."""
-    device = case.execution.device
-    torch.manual_seed(case.seed)
-    own, point = _step(POSTERIORS[case.options["posterior"]], device), _step(POSTERIORS["point"], device)
-    taken: list[tuple[float, float]] = []
-    for _ in range(int(case.options.get("steps", 300)) + _WARM):
-        taken.append((_timed(own, device), _timed(point, device)))
-    mine, theirs = zip(*taken[_WARM:], strict=True)
-    numbers = {
-        "step_ms": fmean(mine),
-        "step_ms_sem": stdev(mine) / math.sqrt(len(mine)),
-        "step_ratio": median(mine) / median(theirs),
-    }
-    return numbers, numbers | {"median_ms": median(mine), "device": device.type, "torch": torch.__version__}
-
-
-def _step(config: sb.Config, device: torch.device) -> Callable[[], None]:
-    net = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
-    model = sb.bayesianize(net, config).to(device)
-    x, y = torch.randn(_ROWS, 784, device=device), torch.randint(10, (_ROWS,), device=device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        sb.elbo(sb.categorical(sb.sample(model, x), y), model, _TRAINING_ROWS).loss.backward()
-        optimizer.step()
-
-    return step
-
-
-def _timed(step: Callable[[], None], device: torch.device) -> float:
-    start = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - start)
 
 
 _ALL = (

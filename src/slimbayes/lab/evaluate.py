@@ -1,194 +1,39 @@
-"""What a trained network is judged on: test rows, corrupted ones, shifted ones and unfamiliar ones.
+"""What a trained network is judged on: test rows, corrupted, shifted and unfamiliar ones.
 
-Draws are functions of the run's seed and the set: equal weights, equal scores.
+Corruptions are functions of their name, severity and rows. Published ones (CIFAR-10-C, ImageNet-C) come first; images
+in memory that have none are corrupted here, pictures in folders are not.
 """
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import slimbayes as sb
-from slimbayes.data import Split
-from slimbayes.engine.passes import posteriors_of
-from slimbayes.lab import judging
-from slimbayes.lab.config import Experiment
-from slimbayes.lab.execution import Execution, key, seed_everything
-from slimbayes.lab.task import Rows, Task, batches, limited
+from slimbayes.data import Split, corrupt, load
+from slimbayes.data.catalog import find
+from slimbayes.data.folders import ImageFolder, read_square
+from slimbayes.lab.config import Evaluate, Experiment
+from slimbayes.lab.execution import Execution, generator, key
+from slimbayes.lab.intake import check_split
+from slimbayes.lab.predictor import Predictor
+from slimbayes.lab.scores import ood_scores
+from slimbayes.lab.task import Rows, Task, limited
 from slimbayes.lab.watchers import Watcher
-from slimbayes.prediction.draws import Networks
-from slimbayes.prediction.predict import predict_prefixes
-from slimbayes.prediction.prediction import Prediction
+from slimbayes.metrics.functional import labelled
 from slimbayes.report.record import Evaluation, Example
-from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
 
-_ENTROPY = 3  # column of what is noted about a row
-
-
-class Predictor(NamedTuple):
-    """A network and what it was trained for."""
-
-    experiment: Experiment
-    network: nn.Module
-    task: Task
-    likelihood: LikelihoodName
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.network.parameters()).device
-
-    @property
-    def discrete(self) -> bool:
-        """Whether it predicts classes, not real numbers."""
-        return LIKELIHOODS[self.likelihood].discrete
-
-    @property
-    def noise(self) -> float | Tensor:
-        """Standard deviation of the noise in the units that the network was trained in."""
-        own, units = self.experiment.evaluate.noise, self.task.y_std
-        if LIKELIHOODS[self.likelihood].discrete:
-            return 0.0
-        return self.training_noise if own is None else own / (1.0 if units is None else units)
-
-    @property
-    def training_noise(self) -> float:
-        """The same in training; one where the network says it, in units of the targets' deviation."""
-        return 1.0 if isinstance(self.experiment.noise, str) else self.experiment.noise
-
-    def asked_draws(self) -> list[int]:
-        """The numbers of draws that the config asks for; of "exact" how many networks each member can be."""
-        asked = self.experiment.evaluate.draws
-        if not posteriors_of(self.network):
-            return [1]
-        return [self._networks] if asked == "exact" else sorted(set(asked))
-
-    @property
-    def _networks(self) -> int:
-        """How many networks each member can be, where all are run; 0 where the config asks for draws."""
-        if self.experiment.evaluate.draws != "exact":
-            return 0
-        return Networks(self.network, None, True, "auto", 0).count // sb.members(self.network)
-
-    def predictions(
-        self, rows: Rows, place: str, draws: Sequence[int], workers: int = 0, name: str = ""
-    ) -> Iterator[tuple[dict[int, Prediction], Tensor]]:
-        """Predictions by number of draws, and targets, batch by batch; the run's seed and `place` seed their draws."""
-        found = batches(rows, self.experiment.evaluate.batch, self.device, workers)
-        return self.predict_batches(found, name or place, place, draws)
-
-    def predict_batches(
-        self, found: Iterable[tuple[Tensor, Tensor]], name: str, place: str, draws: Sequence[int]
-    ) -> Iterator[tuple[dict[int, Prediction], Tensor]]:
-        """The same of batches of inputs and targets, as they come; errors call them `name`."""
-        seed = key(self.experiment.seed, "evaluate", place)
-        precision = torch.autocast(self.device.type, torch.bfloat16, enabled=self.experiment.train.precision == "bf16")
-        first = 0
-        for index, (raw, y) in enumerate(found):
-            seed_everything(self.experiment.seed, "evaluate", place, index)
-            x = self.task.scaling(raw.to(self.device))
-            if self.device.type == "cuda" and x.dim() == 4:
-                x = x.contiguous(memory_format=torch.channels_last)
-            with precision:
-                made = self._predict(x, draws, seed, first)
-            self._check_finite(raw, made[max(made)].mean, name, first)
-            if self.task.y_mean is not None and self.task.y_std is not None:
-                made = {n: p.rescaled(self.task.y_mean, self.task.y_std) for n, p in made.items()}
-            first += len(y)
-            yield made, y
-
-    def _predict(self, x: Tensor, draws: Sequence[int], seed: int, first: int) -> dict[int, Prediction]:
-        if list(draws) != [self._networks]:
-            return predict_prefixes(self.network, x, draws, self.likelihood, self.noise, seed, first, True)
-        found = sb.predict(
-            self.network, x, "exact", likelihood=self.likelihood, scale=self.noise, seed=seed, allow_nonfinite=True
-        )
-        return {draws[0]: found}
-
-    def _check_finite(self, inputs: Tensor, outputs: Tensor, name: str, first: int) -> None:
-        """Refuse outputs that are not finite, and say whose fault it is: the inputs', the weights' or their size's."""
-        bad = (~outputs.isfinite()).flatten(1).any(1) if outputs.dim() > 1 else ~outputs.isfinite()
-        if not bool(bad.any()):
-            return
-        row = int(bad.nonzero()[0])
-        told = f"The network's outputs for {name}, row {first + row}, are NaN or infinite"
-        if not bool(inputs[row].isfinite().all()):
-            raise ValueError(f"{told}, as is that row's input. Fill it in or drop the row.")
-        if not all(bool(t.isfinite().all()) for t in self.network.state_dict().values()):
-            raise FloatingPointError(
-                f"{told}: its weights are, for training has diverged. Lower the learning rate or clip gradients."
-            )
-        raise FloatingPointError(
-            f"{told}: they overflow, although inputs and weights are finite. Training has diverged, or the row is far "
-            f"from those of training: lower the learning rate, clip gradients, or look at that row."
-        )
-
-    def score(
-        self,
-        rows: Rows,
-        draws: Sequence[int],
-        data: str,
-        role: Literal["test", "validation", "corruption", "shift", "ood"],
-        about: Mapping[str, Any] | None = None,
-        workers: int = 0,
-        brief: bool = False,
-    ) -> tuple[list[Evaluation], dict[int, Tensor]]:
-        """Evaluations of one set by number of draws, and what `note` says of rows of classes, (N, 5).
-
-        `brief` is for every epoch: likelihood and errors alone, and no notes.
-        """
-        about = dict(about or {})
-        scores = {n: judging.curve_scores(self.discrete, self.device) if brief else self._scores() for n in draws}
-        notes: dict[int, list[Tensor]] = {count: [] for count in draws}
-        name = " ".join([data, role, *map(str, about.values())])
-        for found, y in self.predictions(rows, f"{data} {role} {about}", draws, workers, name):
-            for count, prediction in found.items():
-                scores[count].update(prediction, y)
-                if self.discrete and not brief:
-                    notes[count].append(note(prediction, y))
-        curves = role in ("test", "shift")
-        made = [Evaluation(data=data, role=role, draws=n, **about, **s.result(curves)) for n, s in scores.items()]
-        return made, {n: torch.cat(parts) for n, parts in notes.items() if parts}
-
-    def _scores(self) -> judging.Scores:
-        if not self.discrete:
-            return judging.regression_scores(self.device)
-        classes, chosen = max(2, len(self.task.classes)), self.experiment.evaluate
-        binary, members = self.likelihood == "bernoulli", 1 if self._networks > 1 else sb.members(self.network)
-        return judging.class_scores(classes, chosen.bins, members, binary, self.device, chosen.drop)
-
-    def scores_after(self, epoch: int, workers: int = 0) -> dict[str, float]:
-        """What a curve has of an epoch beside its losses, with one draw of each member: scores of validation rows, and
-        of test rows where `train.snapshots` asks for them."""
-        train, scores = self.experiment.train, {} if self.task.validation is None else self._validation(workers)
-        if train.snapshots is None or not train.snapshots.due(epoch, train.epochs):
-            return scores
-        (made,), _ = self.score(self.task.test, [1], self.task.name, "test", workers=workers)
-        scores |= {f"test_{name}": value for name, value in (made.metrics | made.diversity).items()}
-        return scores | {f"member{k}_{name}": v for k, one in enumerate(made.members) for name, v in one.items()}
-
-    def _validation(self, workers: int) -> dict[str, float]:
-        """NLL, and accuracy or RMSE, of the validation rows in the units of training."""
-        assert self.task.validation is not None
-        chosen = self.experiment.evaluate.model_copy(update={"noise": None})
-        experiment = self.experiment.model_copy(update={"evaluate": chosen})
-        standardised = self._replace(task=replace(self.task, y_mean=None, y_std=None), experiment=experiment)
-        rows, name = self.task.validation, self.task.name
-        (made,), _ = standardised.score(rows, [1], name, "validation", workers=workers, brief=True)
-        if not self.discrete:
-            return {"validation_nll": -made.metrics["lpd"], "validation_rmse": made.metrics["rmse"]}
-        return {f"validation_{name}": made.metrics[name] for name in ("nll", "accuracy")}
-
-
-def note(prediction: Prediction, y: Tensor) -> Tensor:
-    """Target, predicted class, its probability, entropy and epistemic part of it, of each row: (N, 5)."""
-    p, target = prediction, y.argmax(-1) if y.is_floating_point() else y
-    return torch.stack([column.double() for column in (target, p.label, p.confidence, p.entropy, p.epistemic)], 1)
+_ENTROPY = 3  # column of what `note` says of a row
+UNFAMILIAR = ("inverted", "shuffled")  # test images that are none any more
+_PUBLISHED = ("cifar10", "cifar100", "imagenet")  # of which there is a set of this name with -c
+_CHUNK = 1000  # images that are corrupted together: their random numbers depend on it
 
 
 def evaluate(
@@ -196,25 +41,139 @@ def evaluate(
 ) -> tuple[list[Evaluation], list[Example]]:
     """All evaluations that a config asks for, and the rows it is most and least sure of."""
     task, chosen, workers = predictor.task, predictor.experiment.evaluate, execution.workers
-    judging.check(chosen, task, execution)
+    check_sets(chosen, task, execution)
     draws = predictor.asked_draws()
     made, familiar = predictor.score(task.test, draws, task.name, "test", workers=workers)
     if task.validation is not None:
         rows = task.in_own_units(task.validation)
         made += predictor.score(rows, draws, task.name, "validation", workers=workers)[0]
-    for source, about, rows in judging.corrupted(predictor.experiment, task, execution, watcher or Watcher()):
+    for source, about, rows in corrupted(predictor.experiment, task, execution, watcher or Watcher()):
         made += predictor.score(rows.to(predictor.device), draws, source, "corruption", about, workers)[0]
     for name in chosen.shift:
-        shifted = limited(judging.fitting(name, task, execution), chosen.limit)
+        shifted = limited(fitting(name, task, execution), chosen.limit)
         made += predictor.score(shifted.to(predictor.device), draws, name, "shift")[0]
     for name in chosen.ood:
-        strange = judging.unfamiliar(name, chosen.limit, task, execution).to(predictor.device)
+        strange = unfamiliar(name, chosen.limit, task, execution).to(predictor.device)
         predictions = predictor.predictions(strange, f"ood {name}", draws)
         entropies = [{n: p.entropy.double() for n, p in found.items()} for found, _ in predictions]
         for n in draws:
-            scores = judging.ood_scores(familiar[n][:, _ENTROPY], torch.cat([entropy[n] for entropy in entropies]))
+            scores = ood_scores(familiar[n][:, _ENTROPY], torch.cat([entropy[n] for entropy in entropies]))
             made.append(Evaluation(data=name, role="ood", draws=n, rows=len(strange), metrics=scores))
     return made, _examples(task, familiar[draws[-1]], chosen.examples) if chosen.examples and familiar else []
+
+
+# --- sets of rows beside the test rows ---
+
+
+def check_sets(chosen: Evaluate, task: Task, execution: Execution) -> None:
+    """Refuse sets that are not there or do not fit, before anything is trained."""
+    if chosen.ood and task.real:
+        raise ValueError(f"evaluate.ood asks for {chosen.ood[0]}, but {task.name} has real targets: it is for classes.")
+    for name in (*chosen.shift, *chosen.ood):
+        if name not in UNFAMILIAR:
+            fitting(name, task, execution)
+    in_memory = task.images and isinstance(task.test, Split)
+    if chosen.corruption_names and not in_memory:
+        _check_folders(chosen, task, execution)
+    if set(chosen.ood) & set(UNFAMILIAR) and not in_memory:
+        names = " and ".join(UNFAMILIAR)
+        raise ValueError(f"evaluate.ood: {names} are made of images in memory; {task.name} has none.")
+
+
+def _check_folders(chosen: Evaluate, task: Task, execution: Execution) -> None:
+    """Refuse corruptions of pictures that are not published, not here, or of other classes."""
+    if not task.images or task.name not in _PUBLISHED:
+        raise ValueError(f"evaluate.corruptions are for sets of images; {task.name} is none, or has none published.")
+    found = find(f"{task.name}-c", execution.data_dir)
+    wanted = [f"{name}/{severity}" for name in chosen.corruption_names for severity in chosen.severities]
+    if missing := [name for name in wanted if name not in found.splits]:
+        raise ValueError(
+            f"evaluate.corruptions asks for {missing[0]} and {len(missing) - 1} more that {task.name}-c has not here; "
+            f"it has {len(found.splits)}. Complete it, or ask for fewer corruptions or severities."
+        )
+    if found.classes != task.classes:
+        odd = sorted(set(found.classes) ^ set(task.classes))[:3]
+        raise ValueError(
+            f"{task.name}-c has {len(found.classes)} classes and {task.name} {len(task.classes)}, which "
+            f"differ in {', '.join(odd)}: labels would not fit."
+        )
+
+
+def corrupted(
+    experiment: Experiment, task: Task, execution: Execution, watcher: Watcher
+) -> Iterator[tuple[str, dict[str, Any], Rows]]:
+    """Test images under each corruption and severity: the published ones where they are at hand, else made here."""
+    chosen, said = experiment.evaluate, set()
+    pairs = [(name, severity) for name in chosen.corruption_names for severity in chosen.severities]
+    if not pairs:
+        return
+    watcher.begin("corruptions", len(pairs))
+    for done, (name, severity) in enumerate(pairs, 1):
+        watcher.move(done)
+        about = {"corruption": name, "severity": severity}
+        if published := _published(task.name, name, severity, execution, experiment.data.image_size):
+            yield f"{task.name}-c", about, limited(published, chosen.limit)
+            continue
+        assert isinstance(task.test, Split)  # `check_sets` has seen that folders have them all
+        try:
+            yield task.name, about, _corrupt(limited(task.test, chosen.limit), name, severity, execution)
+        except (ValueError, FileNotFoundError) as error:
+            if name not in said:
+                watcher.say(f"{name} is left out: {error}")
+            said.add(name)
+
+
+def _published(data: str, name: str, severity: int, execution: Execution, size: int) -> Rows | None:
+    if data not in _PUBLISHED:
+        return None
+    try:
+        rows = load(f"{data}-c", execution.data_dir, [f"{name}/{severity}"]).splits[f"{name}/{severity}"]
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        if "has no split" in str(error):
+            return None
+        raise  # a damaged file is no reason to judge by other images
+    if isinstance(rows, ImageFolder):  # already the middle of the pictures, 224 pixels high and wide
+        rows.read = partial(read_square, size=size)
+    return rows
+
+
+def _corrupt(test: Split, name: str, severity: int, execution: Execution) -> Split:
+    folder = None if execution.data_dir is None else execution.data_dir / "frost"
+    parts = []
+    for index, images in enumerate(test.x.split(_CHUNK)):
+        source = torch.Generator(images.device).manual_seed(key(0, "corrupt", name, severity, index))
+        parts.append((corrupt(images.float() / 255, name, severity, source, frost_folder=folder) * 255).round().byte())
+    return Split(torch.cat(parts), test.y)
+
+
+def fitting(name: str, task: Task, execution: Execution) -> Split:
+    """Test rows of another set, of the same shape as the task's."""
+    rows = load(name, execution.data_dir, ["test"]).splits["test"]
+    if not isinstance(rows, Split):
+        raise ValueError(f"{name} is decoded image by image; only sets in memory can be asked for here.")
+    if isinstance(task.test, Split) and rows.x.shape[1:] != task.test.x.shape[1:]:
+        shape, needed = tuple(rows.x.shape[1:]), tuple(task.test.x.shape[1:])
+        raise ValueError(f"{name} has inputs of shape {shape}, but {task.name} has {needed}.")
+    check_split(rows, f"{name}, test")
+    return rows
+
+
+def unfamiliar(name: str, limit: int | None, task: Task, execution: Execution) -> Split:
+    """Rows of a set the network never saw, or test images with their colours inverted or their pixels shuffled."""
+    if name not in UNFAMILIAR:
+        return limited(fitting(name, task, execution), limit)
+    assert isinstance(task.test, Split)
+    rows = limited(task.test, limit)
+    if name == "inverted":
+        return Split(255 - rows.x, rows.y)
+    flat = rows.x.flatten(2)
+    order = torch.rand(len(flat), 1, flat.shape[2], generator=generator(0, "shuffled")).argsort(2)
+    return Split(flat.gather(2, order.expand_as(flat).to(flat.device)).view_as(rows.x), rows.y)
+
+
+# --- rows to show ---
 
 
 def _examples(task: Task, notes: Tensor, wanted: int) -> list[Example]:
@@ -243,3 +202,49 @@ def _picture(rows: Rows, index: int) -> str | None:
     out = io.BytesIO()
     Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(out, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+# --- the ELBO and standard errors ---
+
+
+def scores_with_errors(predictor: Predictor, rows: Split, draws: int) -> dict[str, float]:
+    """Scores of a network under its run's own evaluation, with the ELBO per row at full KL weight.
+
+    With a number comes its standard error: `_sem` over test rows, which is what the k-tied paper prints (0.15 % for an
+    accuracy of 97.6 % of 10,000 rows), and `_sem_draws` over draws, which is what its captions say.
+    """
+    task = predictor.task
+    (made,), _ = predictor.score(rows, [draws], task.name, "validation")
+    with torch.no_grad():
+        kl = float(sb.kl(predictor.network)) / len(task.train)
+        by_draw, by_row = _log_likelihoods(predictor, rows, draws)
+    alone = -float(by_draw.mean())
+    numbers = {**made.metrics, "neg_elbo": alone + kl, "draw_nll": alone, "kl": kl}
+    errors = {"neg_elbo": by_draw.mean(0), **by_row}
+    numbers |= {f"{name}_sem": _standard_error(values) for name, values in errors.items() if name in numbers}
+    if len(by_draw) > 1:
+        numbers["neg_elbo_sem_draws"] = _standard_error(by_draw.mean(1))
+    if "brier" in numbers:  # TensorFlow Probability's Brier score
+        numbers |= {"brier_shifted": numbers["brier"] - 1, "brier_shifted_sem": numbers["brier_sem"]}
+    return numbers
+
+
+def _standard_error(values: Tensor) -> float:
+    return float(values.double().std() / math.sqrt(len(values)))
+
+
+def _log_likelihoods(predictor: Predictor, rows: Split, draws: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-likelihoods of rows in their own units under each draw, (S, N), and scores of each row, (N,), by name."""
+    by_draw: list[Tensor] = []
+    by_row: dict[str, list[Tensor]] = {}
+    for found, y in predictor.with_training_noise().predictions(rows, "elbo", [draws]):
+        p = found[draws]
+        logs = p.draw_log_prob(y)
+        by_draw.append(logs.flatten(2).sum(-1) if logs.dim() > 2 else logs)
+        if not predictor.task.real and y.dim() == 1:
+            probs, label = labelled(p, y)
+            off = probs - torch.nn.functional.one_hot(label, probs.shape[-1])
+            by_row.setdefault("brier", []).append(off.square().sum(-1))
+            by_row.setdefault("nll", []).append(-p.log_prob(y))
+            by_row.setdefault("accuracy", []).append((p.label == y).double())
+    return torch.cat(by_draw, 1), {name: torch.cat(parts) for name, parts in by_row.items()}

@@ -12,8 +12,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -143,19 +143,20 @@ _LEFT: list[Any] = []
 
 
 @contextmanager
-def noting_signals(noted: list[int]) -> Iterator[None]:
-    """SIGTERM and Ctrl-C are only noted; former handlers come back afterwards. Only the main thread sees signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    former = {
-        number: signal.signal(number, lambda came, _: noted.append(came)) for number in (signal.SIGTERM, signal.SIGINT)
-    }
+def signals_to(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
+    """Some signals go to a handler; former ones come back afterwards. Only the main thread sees signals."""
+    here = threading.current_thread() is threading.main_thread()
+    former = {number: signal.signal(number, handler) for number in numbers if here}
     try:
         yield
     finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        for number, old in former.items():
+            signal.signal(number, old)
+
+
+def noting_signals(noted: list[int]) -> AbstractContextManager[None]:
+    """SIGTERM and Ctrl-C are only noted."""
+    return signals_to(lambda came, _: noted.append(came), signal.SIGTERM, signal.SIGINT)
 
 
 def seed_everything(seed: int, *place: object) -> None:

@@ -21,15 +21,15 @@ import slimbayes as sb
 from slimbayes.data import Dataset, Split
 from slimbayes.diagnostics.check import check as check_posterior
 from slimbayes.files import write_json
-from slimbayes.lab import judging, run_folder
+from slimbayes.lab import run_folder
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.config_files import merged, parse_override, validate
-from slimbayes.lab.evaluate import Predictor, evaluate
+from slimbayes.lab.evaluate import check_sets, evaluate
 from slimbayes.lab.execution import Execution, leave_together, seed_everything
 from slimbayes.lab.intake import data_digest, open_data
-from slimbayes.lab.network import likelihood_of, plain_network, with_noise
 from slimbayes.lab.own_config import code_allowed
 from slimbayes.lab.predict_file import write_inputs
+from slimbayes.lab.predictor import Predictor, likelihood_of, plain_network, with_noise
 from slimbayes.lab.task import Rows, open_task
 from slimbayes.lab.training import Diverged as Diverged
 from slimbayes.lab.training import Stopped as Stopped
@@ -80,7 +80,7 @@ def fit(
             if first:
                 write_json(folder / "data.json", {"name": task.name, "sha256": task.sha256})
             if judge:
-                judging.check(experiment.evaluate, task, execution)
+                check_sets(experiment.evaluate, task, execution)
                 training.predictor.asked_draws()  # refuses "exact" of networks that cannot be counted
             training.run(resume)
             leave_together(fabric)
@@ -213,7 +213,7 @@ def diagnose_fit(predictor: Predictor, folder: Path, curve: Sequence[dict[str, f
     found = check_posterior(
         predictor.network, x, y, predictor.likelihood, predictor.training_noise, len(task.train), weight, unseen
     )
-    skipped = sum(not math.isfinite(loss) for loss in run_folder.read_losses(folder))
+    skipped = sum(not math.isfinite(row["loss"]) for row in run_folder.read_curve(folder, "steps.csv"))
     warnings = found.warnings
     if skipped:
         warnings.append(f"The loss of {skipped} steps was not finite. Lower the learning rate or clip gradients.")

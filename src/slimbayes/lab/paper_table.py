@@ -134,13 +134,9 @@ class Reproduction:
 
 
 def averages(numbers: Sequence[Numbers], units: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Mean, standard error, 95 % bootstrap interval and number of seeds of each score.
+    """Mean, standard error, 95 % bootstrap interval and number of seeds of each score, in printed units.
 
     What is not finite stands in place of the mean.
-
-    Example:
-        >>> averages([{"accuracy": 0.5}, {"accuracy": 0.7}], {"accuracy": "%"})["accuracy"]["mean"]
-        60.0
     """
     out: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(n for one in numbers for n in one):
@@ -213,7 +209,7 @@ def _remarks(found: Mapping[str, Any]) -> list[str]:
     out.append("- In italics: what the paper prints.")
     for note, labels in _grouped((row["note"], row["label"]) for row in rows if row["note"]).items():
         out.append(f"- {_labels(labels) if len(labels) < len(rows) else 'All rows'}: {note}")
-    return out + [f"- **{line}" for line in failed(found["failures"], "failed:** ")]
+    return out + [f"- **{line}" for line in failed(found["failures"], " failed:** ")]
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
@@ -227,15 +223,10 @@ def _labels(labels: Sequence[str]) -> str:
     return "; ".join(labels) if len(labels) <= 8 else f"{len(labels)} rows: {labels[0]}; ...; {labels[-1]}"
 
 
-def failed(failures: Mapping[str, str], word: str = "") -> list[str]:
-    """A line for each reason, with the runs that failed for it.
-
-    Example:
-        >>> failed({"a, seed 0": "no data.", "b, seed 0": "no data."})
-        ['a, seed 0; b, seed 0: no data.']
-    """
+def failed(failures: Mapping[str, str], then: str = ": ") -> list[str]:
+    """A line for each reason, with the runs that failed for it."""
     reasons = _grouped((reason, name) for name, reason in failures.items())
-    return [f"{'; '.join(names)}{f' {word}' if word else ': '}{reason}" for reason, names in reasons.items()]
+    return [f"{'; '.join(names)}{then}{reason}" for reason, names in reasons.items()]
 
 
 def _decimals(rows: Sequence[Mapping[str, Any]], name: str) -> int:

@@ -36,10 +36,6 @@ Scale = Literal["full", "small"]
 UNITS = {"": 1.0, "%": 100.0, "k": 1e-3, "M": 1e-6}  # from a record's numbers to printed ones
 
 
-def _several(value: Any) -> Any:
-    return () if value is None else (value,) if isinstance(value, str) else value
-
-
 class Printed(BaseModel):
     """What a row stands for in the paper.
 
@@ -70,7 +66,7 @@ class Printed(BaseModel):
     draws: int | None = None
     repeat: Literal["seed", "data.split"] = "seed"
     relative_to: str | None = None
-    diagnostic: Annotated[tuple[str, ...], BeforeValidator(_several)] = ()
+    diagnostic: Annotated[tuple[str, ...], BeforeValidator(lambda v: [v] if isinstance(v, str) else v or [])] = ()
     options: dict[str, Any] = {}
     claims: tuple[Claim, ...] = ()
     note: str = ""
@@ -150,12 +146,7 @@ def find(name: str, folders: Sequence[Path] | None = None) -> list[PaperRow]:
 
 
 def listings(folders: Sequence[Path] | None = None) -> dict[str, tuple[str, int]]:
-    """Every table and figure there is, with what the paper calls it and how many rows it has.
-
-    Example:
-        >>> listings()["emp/table12"]
-        ('Table 12', 40)
-    """
+    """Every table and figure there is, with what the paper calls it and how many rows it has."""
     found: dict[str, tuple[str, int]] = {}
     for file in (file for root in (roots() if folders is None else folders) for file in root.glob("*/*.yaml")):
         tree = read_tree(file)
@@ -166,12 +157,7 @@ def listings(folders: Sequence[Path] | None = None) -> dict[str, tuple[str, int]
 
 
 def list_all() -> list[str]:
-    """A line for each table and figure that can be reproduced, its name first.
-
-    Example:
-        >>> [line for line in list_all() if line.startswith("rank1/table8")]
-        ['rank1/table8         Table 8, 5 rows']
-    """
+    """A line for each table and figure that can be reproduced, its name first."""
     return [f"{name:<20} {place}, {rows} row{'s' if rows > 1 else ''}" for name, (place, rows) in listings().items()]
 
 
@@ -221,14 +207,7 @@ class Claim(BaseModel):
         return -1 if lower else 1
 
     def judged(self, rows: Mapping[str, BySeed]) -> dict[str, Any]:
-        """The claim, the mean difference and its interval over the seeds that both rows have, and a verdict.
-
-        Example:
-            >>> claim = Claim(better="rank1", than="plain", score="nll")
-            >>> plain, rank1 = ({s: {"nll": level + 0.01 * s} for s in range(5)} for level in (0.5, 0.4))
-            >>> claim.judged({"plain": plain, "rank1": rank1})["verdict"]
-            'holds'
-        """
+        """The claim, the mean difference and its interval over the seeds that both rows have, and a verdict."""
         ours, theirs = rows.get(self.better, {}), rows.get(self.than, {})
         shared = [s for s in ours if s in theirs and self.score in ours[s] and self.score in theirs[s]]
         differences = [ours[s][self.score] - theirs[s][self.score] for s in shared]
@@ -252,19 +231,11 @@ class Claim(BaseModel):
 
 
 def told(claims: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> list[str]:
-    """Lines about judged claims, as a table has them.
-
-    Example:
-        >>> claim = Claim(better="a", than="b", score="nll").judged({})
-        >>> told([claim], {"a": "Rank-1", "b": "Plain"})
-        ['- Rank-1 better than Plain in nll: **not run**']
-    """
+    """Lines about judged claims, as a table has them."""
     lines = []
     for claim in claims:
-        text = (
-            f"- {labels[claim['better']]} better than {labels[claim['than']]} in {claim['score'].replace('_', ' ')}: "
-        )
-        text += f"**{claim['verdict']}**"
+        ours, theirs, score = labels[claim["better"]], labels[claim["than"]], claim["score"].replace("_", " ")
+        text = f"- {ours} better than {theirs} in {score}: **{claim['verdict']}**"
         if claim["difference"] is not None:
             text += f", {claim['difference']:+.4g}"
         if claim["interval"] is not None:

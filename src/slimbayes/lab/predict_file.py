@@ -26,10 +26,9 @@ import slimbayes as sb
 from slimbayes.data import Split
 from slimbayes.errors import brief
 from slimbayes.files import replacing, write_json
-from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.network import plain_network, with_noise
 from slimbayes.lab.predict_input import regrouped, row_blocks
+from slimbayes.lab.predictor import Predictor, plain_network, with_noise
 from slimbayes.lab.run_folder import RunError, check_seal, stored_experiment
 from slimbayes.lab.task import Scaling, Task
 from slimbayes.prediction.prediction import Prediction

@@ -247,14 +247,7 @@ class Train(Options):
         return self
 
     def rate(self, step: int, per_epoch: int) -> float:
-        """Learning rate of a step as a multiple of the base rate.
-
-        Example:
-            >>> schedule = {"kind": "Step", "milestones": [0.5], "factor": 0.1}
-            >>> train = Train.model_validate({"epochs": 10, "optimizer": {"kind": "SGD"}, "schedule": schedule})
-            >>> [round(train.rate(step, per_epoch=10), 3) for step in (0, 49, 50, 99)]
-            [1.0, 1.0, 0.1, 0.1]
-        """
+        """Learning rate of a step as a multiple of the base rate."""
         return self.schedule.at(step, self.epochs * per_epoch, per_epoch)
 
     def kl_weight(self, step: int, per_epoch: int) -> float:

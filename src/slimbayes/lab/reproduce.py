@@ -27,10 +27,10 @@ from slimbayes.files import write_text
 from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import Stopped, fit
-from slimbayes.lab.kept import by_hash
 from slimbayes.lab.paper_table import Numbers, Reproduction, RowResult, describe_setting, draws_of, failed, measured
 from slimbayes.lab.papers import PaperRow, Scale, find
 from slimbayes.lab.run_folder import default_folder
+from slimbayes.lab.table_status import by_hash
 from slimbayes.lab.watchers import Watcher
 from slimbayes.report.record import Evaluation, read
 from slimbayes.untrusted import parse_json, read_file
@@ -80,9 +80,8 @@ def reproduce(
         except Stopped:
             raise
         except Exception as error:  # whatever it is, the other rows can still be run
-            table.failures[f"{row.stem}, seed {seed}"] = reason = (
-                f"{type(error).__name__}: {' '.join(str(error).split())}"
-            )
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            table.failures[f"{row.stem}, seed {seed}"] = reason
             watcher.say(f"{row.name}, seed {seed}, failed: {reason}")
         table.write(out)
     _draw(table, out, watcher)
@@ -156,23 +155,17 @@ def _diagnosed(row: PaperRow, case: Case, out: Path, stem: str, digest: str) -> 
 
 
 def _earlier(file: Path, key: dict[str, Any]) -> dict[str, Any] | None:
+    """What an earlier call found of the same; None where the file is no such finding."""
     try:
-        found = parse_json(read_file(file))
-    except (OSError, ValueError):
+        found: dict[str, Any] = parse_json(read_file(file))
+        numeric = all(isinstance(number, int | float) for number in found["numbers"].values())
+        return found if numeric and all(found[name] == value for name, value in key.items()) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("numbers"), dict):
-        return None
-    numeric = all(isinstance(number, int | float) for number in found["numbers"].values())
-    return found if numeric and all(found.get(name) == value for name, value in key.items()) else None
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Seeds from a command line.
-
-    Example:
-        >>> parse_seeds("0-3,7")
-        [0, 1, 2, 3, 7]
-    """
+    """Seeds from a command line: "0-3,7" is [0, 1, 2, 3, 7]."""
     if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text):
         raise ValueError(f"--seeds takes whole numbers and ranges of them, such as 0,1,2 or 0-9, got {brief(text)}.")
     parts = [part.partition("-") for part in text.split(",")]

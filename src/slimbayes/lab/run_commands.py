@@ -66,8 +66,8 @@ def diagnose(
     allow_code: AllowCode = False,
 ) -> None:
     """Look at a run's posterior: ELBO, calibration, k-hat; of Gaussian ones spectrum, truncation, gradient noise."""
+    from slimbayes.lab.after_training import diagnose_run, lines
     from slimbayes.lab.execution import Execution
-    from slimbayes.lab.finished import diagnose_run, lines
 
     found = diagnose_run(run, Execution(accelerator=accelerator, data_dir=data_dir), draws)
     typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(lines(found)))
@@ -82,8 +82,8 @@ def stack(
     allow_code: AllowCode = False,
 ) -> None:
     """Weigh a run's members or components by its validation rows (stacking), and judge it again."""
+    from slimbayes.lab.after_training import stack_run, weight_lines
     from slimbayes.lab.execution import Execution
-    from slimbayes.lab.finished import stack_run, weight_lines
     from slimbayes.lab.watchers import Bars, print_scores
 
     with Bars("stacked") as bars:
@@ -121,7 +121,7 @@ def export(
     allow_code: AllowCode = False,
 ) -> None:
     """Write a run as one file that predicts without slimbayes; `slimbayes serve` takes .onnx files."""
-    from slimbayes.lab.finished import export_run
+    from slimbayes.lab.after_training import export_run
     from slimbayes.lab.trees import ConfigError
 
     file = output or Path(f"{run.resolve().name}.{to}")

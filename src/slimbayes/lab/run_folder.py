@@ -183,20 +183,11 @@ def forget_steps(file: Path, first: int) -> None:
         write_text(file, "".join([_STEPS, *kept]))
 
 
-def read_curve(folder: Path) -> list[dict[str, float]]:
-    """The lines of metrics.csv, one for each epoch."""
-    return _numbers(folder / "metrics.csv")
-
-
-def read_losses(folder: Path) -> list[float]:
-    """The loss of each step, from steps.csv."""
-    return [row["loss"] for row in _numbers(folder / "steps.csv")]
-
-
-def _numbers(file: Path) -> list[dict[str, float]]:
-    if not file.exists():
+def read_curve(folder: Path, name: str = "metrics.csv") -> list[dict[str, float]]:
+    """The lines of metrics.csv, one for each epoch, or of steps.csv, one for each step."""
+    if not (folder / name).exists():
         return []
-    with open(file, newline="") as handle:
+    with open(folder / name, newline="") as handle:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(handle)]
 
 

@@ -24,8 +24,8 @@ from slimbayes.data.folders import ImageFolder
 from slimbayes.diagnostics import GradientSNR
 from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import seed_everything
+from slimbayes.lab.predictor import Predictor
 from slimbayes.lab.recipes import set_rate
 from slimbayes.lab.task import crops_pictures
 from slimbayes.prediction.sample import sample

@@ -30,6 +30,7 @@ from rich.text import Text
 
 from slimbayes.errors import brief, cut
 from slimbayes.lab.config_files import ConfigError, load, parse_override, read_tree, with_values
+from slimbayes.lab.execution import signals_to
 from slimbayes.lab.search import Run, train
 from slimbayes.lab.trees import row_names
 
@@ -57,10 +58,6 @@ def sweep(
         compile: whether networks are compiled, as in `slimbayes fit`.
         limit_seconds: when the call ends: runs under way are then asked to stop and keep a checkpoint, and none begins
             that would take longer than is left, if it took as long as the longest that finished in this call.
-
-    Example:
-        >>> sweep(Path("rank1.yaml"), Path("runs"), ["seed=[0, 1, 2]"], jobs=4)  # doctest: +SKIP
-        0
     """
     if jobs < 1:
         raise ConfigError(f"A sweep runs at least one job at a time, got --jobs {jobs}.")
@@ -186,9 +183,5 @@ def _stopping() -> Iterator[Event]:
         raise KeyboardInterrupt
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    former = {n: signal.signal(n, ask) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
-    try:
+    with signals_to(ask, *(n for n in numbers if signal.getsignal(n) != signal.SIG_IGN)):
         yield stopped
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)

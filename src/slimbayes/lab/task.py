@@ -204,9 +204,8 @@ def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
     if not bool(wide.sum(0).isfinite().all()):  # no sum of float32 numbers leaves float64's range
         wide = wide.where(wide.isfinite(), torch.nan)
         mean = wide.nanmean(0)
-        return mean.nan_to_num(0).float(), (wide - mean).square().nanmean(0).sqrt().nan_to_num(0).float().clamp_min(
-            1e-6
-        )
+        std = (wide - mean).square().nanmean(0).sqrt().nan_to_num(0)
+        return mean.nan_to_num(0).float(), std.float().clamp_min(1e-6)
     return wide.mean(0).float(), wide.std(0, correction=0).where(wide.amax(0) > wide.amin(0), 1.0).float()
 
 

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.data import Dataset, Split
-from slimbayes.files import write_csv
-from slimbayes.lab.checkpoints import own_checkpoint, restore, save_checkpoint, sharded_like, state_of
+from slimbayes.files import CheckpointError, write_csv
+from slimbayes.lab.checkpoints import latest_checkpoint, restore, save_checkpoint, sharded_like, state_of
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Execution, generator, leave_together, noting_signals, seed_everything
-from slimbayes.lab.network import build_network, likelihood_of
+from slimbayes.lab.predictor import Predictor, build_network, likelihood_of
 from slimbayes.lab.run_folder import RunError, append_steps, forget_steps, tensorboard
 from slimbayes.lab.step import Batch, Tracker, TrainingStep
 from slimbayes.lab.task import open_task, pictures
@@ -57,6 +56,7 @@ class Training:
         self.experiment, self.folder, self.execution = experiment, folder, execution
         self.fabric, self.watcher = fabric, watcher
         self.task = open_task(experiment.data, execution.data_dir, dataset).to(fabric.device)
+        self.identity = {"hash": experiment.hash, "data": self.task.sha256}  # what its own checkpoints say
         self.batch = min(experiment.train.batch, len(self.task.train))
         if self.batch % (fabric.world_size * experiment.train.accumulate):
             raise RunError(
@@ -103,9 +103,8 @@ class Training:
         if self.captures and self.step < total:
             self.network.train()
             if reason := self.stepper.capture(self._batch_of(self.step)):
-                self.watcher.say(
-                    f"The step cannot be recorded as a CUDA graph, so it runs operation by operation ({reason})."
-                )
+                told = "The step cannot be recorded as a CUDA graph, so it runs operation by operation"
+                self.watcher.say(f"{told} ({reason}).")
         # A start far from the prior comes nearer by itself: the last epoch tells, not the first step.
         with noting_signals(self.signals), silent_of_dwarfed(self.network):
             while self.step < total and not self._stops_early():
@@ -235,7 +234,7 @@ class Training:
         self._check_weights()
         extra = {"history": self.stepper.history} | {f"average/{n}": t for n, t in self.stepper.averages.items()}
         extra |= self.tracker.state()
-        facts: dict[str, Any] = {"curve": self.curve, "seconds": self.seconds, **self._facts()}
+        facts: dict[str, Any] = {"curve": self.curve, "seconds": self.seconds, **self.identity}
         if self.best:
             extra |= {f"best/{n}": t for n, t in self.best["weights"].items()}
             facts["best"] = {"nll": self.best["nll"], "epoch": self.best["epoch"]}
@@ -250,13 +249,15 @@ class Training:
             ) from error
         self.saved_at, self.saved_step = time.monotonic(), self.step
 
-    def _facts(self) -> dict[str, str]:
-        """What tells this run's checkpoints from those of others."""
-        return {"hash": self.experiment.hash, "data": self.task.sha256}
-
     def _resume(self) -> None:
-        found = own_checkpoint(self.folder / "checkpoints", self._facts(), self.network)
+        place = self.folder / "checkpoints"
+        found = latest_checkpoint(place, self.identity, self.network)
         if found is None:
+            if any(place.glob("step-*[0-9]")):
+                raise CheckpointError(
+                    f"None of the checkpoints in {place} can be used: they are of another config, of other data, or "
+                    f"damaged. Remove them to start from the beginning, or choose another directory with --out."
+                )
             return
         tensors, facts = found
         extra = restore(tensors, self.network, self.stepper.optimizer)

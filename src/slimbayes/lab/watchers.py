@@ -89,11 +89,7 @@ class Bars(Watcher):
 
 
 def print_scores(folder: Path) -> None:
-    """Print a table of what a finished run's record says about its rows.
-
-    Example:
-        >>> print_scores(Path("runs/rank1-0123456789ab"))  # doctest: +SKIP
-    """
+    """Print a table of what a finished run's record says about its rows."""
     record = read(folder)
     rows = [e for e in record.evaluations if e.role in ("test", "shift", "ood")]
     names = list(dict.fromkeys(n for e in rows for n in e.metrics if n in _SHOWN))

@@ -13,14 +13,14 @@ batches are torchmetrics classes, imported when first asked for, so `import slim
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from slimbayes.metrics.calibration import Calibration as Calibration
-from slimbayes.metrics.calibration import calibration as calibration
-from slimbayes.metrics.calibration import crps_mixture as crps_mixture
-from slimbayes.metrics.calibration import crps_samples as crps_samples
 from slimbayes.metrics.corruption import ALEXNET as ALEXNET
 from slimbayes.metrics.corruption import ALEXNET_CLEAN as ALEXNET_CLEAN
 from slimbayes.metrics.corruption import CorruptionErrors as CorruptionErrors
 from slimbayes.metrics.corruption import corruption_errors as corruption_errors
+from slimbayes.metrics.functional import Calibration as Calibration
+from slimbayes.metrics.functional import calibration as calibration
+from slimbayes.metrics.functional import crps_mixture as crps_mixture
+from slimbayes.metrics.functional import crps_samples as crps_samples
 
 if TYPE_CHECKING:
     from slimbayes.metrics.classification import *  # noqa: F403

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from slimbayes.metrics.probabilities import Classes, class_logs, labelled, member_probabilities, need_tensor
+from slimbayes.metrics.functional import Classes, class_logs, labelled, member_probabilities, need_tensor
 from slimbayes.metrics.streaming import Mean, Streaming
 from slimbayes.prediction.prediction import Prediction
 
@@ -147,12 +147,7 @@ class SoftLabelNLL(Mean):
 
 
 def pair_mean(members: Tensor, compare: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Mean over pairs i < j of compare(member i, members j), for each row: (K, M, ...) to (M,).
-
-    Example:
-        >>> pair_mean(torch.tensor([[0, 1], [0, 0]]), torch.ne)
-        tensor([0., 1.], dtype=torch.float64)
-    """
+    """Mean over pairs i < j of compare(member i, members j), for each row: (K, M, ...) to (M,)."""
     total = torch.zeros(members.shape[1], dtype=torch.float64, device=members.device)
     for i in range(len(members) - 1):
         total += compare(members[i], members[i + 1 :]).sum(0)

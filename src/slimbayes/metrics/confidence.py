@@ -1,6 +1,6 @@
 """Is confidence earned? Calibration errors, and the risk that remains when unsure predictions are withheld.
 
-Bins are those of calibration.py. ECE, MCE and ClasswiseECE need constant memory; AdaptiveECE and AURC sort, so they
+Bins are those of functional.py. ECE, MCE and ClasswiseECE need constant memory; AdaptiveECE and AURC sort, so they
 keep 16 bytes per row. There rows of equal confidence share the mean of their errors, whatever order they arrive in.
 
 Sizes: N rows, M rows of all batches, C classes, R bins.
@@ -9,8 +9,7 @@ Sizes: N rows, M rows of all batches, C classes, R bins.
 import torch
 from torch import Tensor
 
-from slimbayes.metrics.calibration import bin_errors, bin_index, bin_sums, judged, need_bins
-from slimbayes.metrics.probabilities import Classes, labelled
+from slimbayes.metrics.functional import Classes, bin_errors, bin_index, bin_sums, judged, labelled, need_bins
 from slimbayes.metrics.streaming import Streaming
 
 

@@ -12,8 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from slimbayes.metrics.calibration import crps_mixture, crps_samples
-from slimbayes.metrics.probabilities import need_tensor
+from slimbayes.metrics.functional import crps_mixture, crps_samples, need_tensor
 from slimbayes.metrics.streaming import Mean
 from slimbayes.prediction.accumulate import along_draws, log_mean
 from slimbayes.prediction.prediction import Prediction

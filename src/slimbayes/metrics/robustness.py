@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from slimbayes.metrics.probabilities import Classes, class_probabilities, need_tensor
+from slimbayes.metrics.functional import Classes, class_probabilities, need_tensor
 from slimbayes.metrics.streaming import Streaming
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.targets import check_labels

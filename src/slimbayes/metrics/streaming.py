@@ -85,3 +85,10 @@ class Mean(Streaming):
         count = getattr(self, self.count_name)
         self.need_rows(count)
         return getattr(self, self.sum_name) / count
+
+
+class GivenMean(Mean):
+    """The mean of numbers as they are given."""
+
+    def update(self, values: Tensor) -> None:
+        self.add(values)

@@ -116,12 +116,12 @@ def finite(rows: Iterable[Point]) -> list[Point]:
         >>> finite([{"n": "a", "x": 2, "y": 0.123456}, {"n": "b", "x": 3, "y": math.nan}])
         [{'n': 'a', 'x': 2, 'y': 0.1235}]
     """
+
+    def tidy(value: float | str) -> float | str:
+        return value if isinstance(value, str) or float(value).is_integer() else float(f"{value:.4g}")
+
     kept = [row for row in rows if all(isinstance(value, str) or math.isfinite(value) for value in row.values())]
-    return [{key: _tidy(value) for key, value in row.items()} for row in kept]
-
-
-def _tidy(value: float | str) -> float | str:
-    return value if isinstance(value, str) or float(value).is_integer() else float(f"{value:.4g}")
+    return [{key: tidy(value) for key, value in row.items()} for row in kept]
 
 
 def lines(

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from slimbayes.report.groups import Group, LoadedRuns, Selection, load, main_set
 from slimbayes.report.metric import HEADLINE, MISSING, Metric, bootstrap_interval, mean, metric, printable, sign_flip_p
-from slimbayes.report.record import Evaluation, Frozen, Number
+from slimbayes.report.record import Frozen, Number, Role
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
-ROLES: tuple[str, ...] = get_args(Evaluation.model_fields["role"].annotation)
+ROLES: tuple[str, ...] = get_args(Role)
 FEW = 10  # below so many seeds a percentile interval holds the mean less than nine times in ten (docs/report.md)
 BySeed = dict[int, float]
 

@@ -51,14 +51,7 @@ class LoadedRuns:
 
 
 def load(runs: Sequence[Path | str]) -> LoadedRuns:
-    """Read and group records. A directory without a record stands for all runs below it. Damaged ones are left out.
-
-    Example:
-        >>> load([])
-        Traceback (most recent call last):
-        ...
-        ValueError: got no runs; needed at least one run directory or record file.
-    """
+    """Read and group records. A directory without a record stands for all runs below it. Damaged ones are left out."""
     paths = [file for run in runs for file in _expand(Path(run))]
     if not paths:
         raise ValueError("got no runs; needed at least one run directory or record file.")

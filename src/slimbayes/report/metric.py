@@ -140,12 +140,7 @@ def printable(text: str) -> str:
 
 
 def metric(name: str) -> Metric:
-    """The metric of that name; a name this package does not know has no direction and is its own label.
-
-    Example:
-        >>> metric("nll").better, metric("my_score").better
-        ('lower', None)
-    """
+    """The metric of that name; a name this package does not know has no direction and is its own label."""
     return _KNOWN.get(name) or Metric(name, printable(name))
 
 
@@ -176,33 +171,18 @@ def _usable(values: Sequence[float]) -> bool:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The plain mean; NaN and infinity go through it, an empty sequence gives NaN.
-
-    Example:
-        >>> mean([1.0, 2.0])
-        1.5
-    """
+    """The plain mean; NaN and infinity go through it, an empty sequence gives NaN."""
     return sum(values) / len(values) if values else math.nan
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Standard deviation (n - 1) over sqrt(n); None for a single value or where one is not finite.
-
-    Example:
-        >>> standard_error([1.0, 3.0]), standard_error([1.0])
-        (1.0, None)
-    """
+    """Standard deviation (n - 1) over sqrt(n); None for a single value or where one is not finite."""
     return float(np.std(values, ddof=1) / math.sqrt(len(values))) if _usable(values) else None
 
 
 def t_interval(values: Sequence[float]) -> Interval | None:
     """Student's 95 % interval of the mean; None for a single value or where one is not finite. Claims are judged by it:
     a bootstrap of three values is about their span, which chance alone puts on one side of zero once in four times.
-
-    Example:
-        >>> low, high = t_interval([1.0, 2.0, 3.0])
-        >>> round(low, 3), round(high, 3)
-        (-0.484, 4.484)
     """
     error, freedom = standard_error(values), len(values) - 1
     if error is None:
@@ -214,13 +194,7 @@ def t_interval(values: Sequence[float]) -> Interval | None:
 def bootstrap_interval(
     values: Sequence[float], *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> Interval | None:
-    """Percentile bootstrap interval of the mean; None for a single value or where one is not finite.
-
-    Example:
-        >>> low, high = bootstrap_interval([1.0, 2.0, 3.0, 4.0])
-        >>> 1.0 < low < 2.5 < high < 4.0
-        True
-    """
+    """Percentile bootstrap interval of the mean; None for a single value or where one is not finite."""
     if not _usable(values):
         return None
     data = np.asarray(values, dtype=float)
@@ -233,10 +207,6 @@ def sign_flip_p(differences: Sequence[float], *, seed: int = 0) -> float | None:
     """Two-sided p-value of paired differences under random signs; None for fewer than two or where one is not finite.
 
     It is never below 2 / 2^n: five pairs cannot give less than 0.0625.
-
-    Example:
-        >>> sign_flip_p([0.1, 0.2, 0.3, 0.1, 0.2])
-        0.0625
     """
     if not _usable(differences):
         return None

@@ -26,12 +26,9 @@ FORMAT = 1
 _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"}\n')
 
 
-def _as_text(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
-
-
 # JSON has no word for NaN or infinity: they are written as text, which pydantic reads.
-Number = Annotated[float, PlainSerializer(_as_text)]
+Number = Annotated[float, PlainSerializer(lambda value: value if math.isfinite(value) else str(value))]
+Role = Literal["test", "validation", "corruption", "shift", "ood"]
 Whole = Annotated[int, Field(gt=-(2**63), lt=2**63)]  # arithmetic on larger ones fails, or takes for ever
 
 
@@ -64,7 +61,7 @@ class Evaluation(Frozen):
     """
 
     data: str
-    role: Literal["test", "validation", "corruption", "shift", "ood"]
+    role: Role
     corruption: str | None = None
     severity: Whole = 0
     draws: Whole  # of each member
@@ -165,11 +162,7 @@ class RecordError(ValueError):
 
 
 def write(file: Path, record: Record) -> None:
-    """Write a record and the sha256 that seals it, at once.
-
-    Example:
-        >>> write(Path("runs/try/record.json"), record)  # doctest: +SKIP
-    """
+    """Write a record and the sha256 that seals it, at once."""
     said = record.model_dump_json().encode().removesuffix(b"}")
     write_bytes(file, said + f',"sha256":"{hashlib.sha256(said).hexdigest()}"}}\n'.encode())
 

@@ -176,12 +176,7 @@ _LATE = 0.1  # the end of training, as a share of its epochs
 
 
 def reasons(groups: Sequence[Group]) -> Iterator[str]:
-    """A note about each method whose mean NLL is above that of the plain network on the same data.
-
-    Example:
-        >>> list(reasons([]))
-        []
-    """
+    """A note about each method whose mean NLL is above that of the plain network on the same data."""
     for data in dict.fromkeys(group.data for group in groups):
         mine = [group for group in groups if group.data == data]
         judged = main_set(mine)

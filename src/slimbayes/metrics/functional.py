@@ -1,5 +1,7 @@
-"""Scores as functions of tensors, which need no torchmetrics: calibration errors, and the continuous ranked
-probability score.
+"""Scores as functions of tensors, which need no torchmetrics, and what all metrics of classes accept.
+
+A binary probability p stands for the two classes (1 - p, p), so every metric of classes has one definition. Scores that
+take logs ask for logs: a Prediction has them where float32 has rounded a probability to zero.
 
 Does a model that is 60% sure turn out right 60% of the time? Calibration errors (Chang et al. 2019, appendix D.2): the
 probability of the predicted class falls into one of R bins of equal width, ((r-1)/R, r/R], zero into the first:
@@ -18,7 +20,7 @@ The CRPS of a predictive distribution F at y is in y's units; less is better:
 For one value, or scale 0, it is the absolute error. With M samples of a wider F, `crps_samples` scores what it is
 given, the empirical distribution, so it is larger on average than F's score, by E|X - X'| / (2 M).
 
-Sizes: N rows, C classes, R bins, M = N times further dimensions; of the CRPS, M samples or components.
+Sizes: N rows, C classes, K members, R bins, M = N times further dimensions; of the CRPS, M samples or components.
 """
 
 import math
@@ -27,9 +29,86 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slimbayes.metrics.probabilities import Classes, labelled
 from slimbayes.prediction.accumulate import along_draws
-from slimbayes.train.targets import check_positive
+from slimbayes.prediction.prediction import Prediction
+from slimbayes.train.targets import check_labels, check_positive
+
+Classes = Prediction | Tensor  # a Prediction of classes, probabilities (N, ..., C), or those of class one (N,)
+
+
+def class_probabilities(probs: Classes) -> Tensor:
+    """Probabilities with the classes last, (N, ..., C)."""
+    if isinstance(probs, Prediction):
+        return _checked(probs.log_probs.exp())
+    return _two_classes(probs) if need_tensor("Probabilities", probs).dim() == 1 else _checked(probs)
+
+
+def class_logs(probs: Classes) -> Tensor:
+    """Logs of what `class_probabilities` gives, (N, ..., C), in float64."""
+    return probs.log_probs.double() if isinstance(probs, Prediction) else class_probabilities(probs).double().log()
+
+
+def labelled(probs: Classes, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities (M, C) and class indices (M,).
+
+    Shape: probs (N, ..., C) with target (N, ...), or both (N,) for two classes.
+    """
+    given = probs.probs if isinstance(probs, Prediction) else need_tensor("Probabilities", probs)
+    binary = probs.likelihood == "bernoulli" if isinstance(probs, Prediction) else probs.dim() == 1
+    rows = given.shape if binary else given.shape[:-1]
+    if given.dim() == 0 or need_tensor("Targets", target).shape != rows or target.numel() == 0:
+        raise ValueError(
+            f"Probabilities (N, ..., C) and targets (N, ...) are needed, or both (N,) for two classes, with N >= 1, "
+            f"got shapes {tuple(given.shape)} and {tuple(target.shape)}."
+        )
+    check_labels(target, None if binary else given.shape[-1])
+    return class_probabilities(probs).flatten(0, -2), target.long().flatten()
+
+
+def member_probabilities(members: Classes) -> Tensor:
+    """Class probabilities of K >= 2 members (K, M, C), from a Prediction, (K, N, ..., C), or (K, N) of class one."""
+    given = members.member_probs if isinstance(members, Prediction) else need_tensor("Member probabilities", members)
+    if given.dim() < 2 or given.numel() == 0 or len(given) < 2:
+        needed = "Probabilities (K, N, C) of K >= 2 members are needed, with N >= 1"
+        raise ValueError(f"{needed}, got shape {tuple(given.shape)}.")
+    if isinstance(members, Prediction):
+        return _checked(members.by_member.exp()).flatten(1, -2)
+    return (_two_classes(given) if given.dim() == 2 else _checked(given)).flatten(1, -2)
+
+
+def need_tensor(role: str, value: Tensor) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{role} must be a tensor, got {type(value).__name__}.")
+    return value
+
+
+def _two_classes(probs: Tensor) -> Tensor:
+    _check_range(probs)
+    return torch.stack([1 - probs, probs], -1)
+
+
+def _checked(probs: Tensor) -> Tensor:
+    _check_range(probs)
+    off = (probs.double().sum(-1) - 1).abs() > _slack(probs)
+    if bool(off.any()):
+        raise ValueError(f"The probabilities of a row must sum to 1, got {probs[off][0].double().sum().item():.4f}.")
+    return probs
+
+
+def _check_range(probs: Tensor) -> None:
+    if not probs.is_floating_point():
+        raise ValueError(f"Probabilities of a floating type are needed, got dtype {probs.dtype}.")
+    wrong = ~((probs >= 0) & (probs <= 1 + _slack(probs)))  # written so that nan is wrong too
+    if bool(wrong.any()):
+        got = probs[wrong][0].item()
+        raise ValueError(f"Probabilities must lie in [0, 1], got {got!r}; logits need a softmax first.")
+
+
+def _slack(probs: Tensor) -> float:
+    return max(1e-3, torch.finfo(probs.dtype).eps)
+
+
+# --- calibration ---
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,12 +170,6 @@ def bin_sums(confidence: Tensor, right: Tensor, bins: int) -> Tensor:
     """How many confidences fall into each bin, how many are right, and their sum: (3, R), which add over batches.
 
     Shape: confidence and right (M,).
-
-    Example:
-        >>> bin_sums(torch.tensor([0.5, 0.75, 1.0]), torch.tensor([True, False, True]), 2)
-        tensor([[1.0000, 2.0000],
-                [1.0000, 1.0000],
-                [0.5000, 1.7500]], dtype=torch.float64)
     """
     index, confidence = bin_index(confidence, bins), confidence.double()
     weights = (torch.ones_like(confidence), right.double(), confidence)
@@ -125,6 +198,9 @@ def bin_errors(sums: Tensor, drop: int) -> tuple[Tensor, Tensor]:
 def need_bins(bins: int, drop: int = 0) -> None:
     if bins < 1 or drop < 0:
         raise ValueError(f"At least one bin and drop >= 0 are needed, got bins={bins!r}, drop={drop!r}.")
+
+
+# --- CRPS ---
 
 
 # torchmetrics' ContinuousRankedProbabilityScore compares all pairs of samples: O(M^2) memory, and it knows no weights.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,7 +25,7 @@ _SHOWN = 4  # fields that differ
 
 
 @dataclass
-class KeptRow:
+class RowStatus:
     """The seeds of a row that have records, by scale, and remarks about records that are not quite the row's."""
 
     row: str
@@ -32,24 +34,18 @@ class KeptRow:
     remarks: list[str] = field(default_factory=list)
 
 
-def kept_rows(name: str, folders: Sequence[Path], experiments: Sequence[Path] | None = None) -> list[KeptRow]:
-    """What records under some folders say about each row of a table.
-
-    Example:
-        >>> [(row.row, row.seeds) for row in kept_rows("rank1/table8/deep-*", [])]
-        [('deep-ensemble-5', {}), ('deep-ensemble-10', {})]
-    """
-    return _kept(find(name, experiments), list(_records(folders)), folders)
-
-
-def _kept(rows: Sequence[PaperRow], records: Iterable[tuple[Path, Record]], folders: Sequence[Path]) -> list[KeptRow]:
-    out = {row.stem: KeptRow(row.stem) for row in rows}
+def row_statuses(
+    rows: Sequence[PaperRow], folders: Sequence[Path], records: Iterable[tuple[Path, Record]] | None = None
+) -> list[RowStatus]:
+    """What records under some folders say about each of some rows; `records` are those, where they are read already."""
+    out = {row.stem: RowStatus(row.stem) for row in rows}
     named: dict[str, list[tuple[PaperRow, Scale]]] = {}  # a run is a row's only if it has its name, which hashes hold
-    for row, scale in ((row, scale) for row in rows if row.trains for scale in SCALES):
+    for row, scale in product((row for row in rows if row.trains), SCALES):
         named.setdefault(row.experiment(scale).name, []).append((row, scale))
-    for file, record in (pair for pair in records if pair[1].name in named):
-        wanted = [(row.stem, scale, row.experiment(scale, record.seed)) for row, scale in named[record.name]]
-        _place(wanted, out, file, record)
+    for file, record in _records(folders) if records is None else records:
+        if record.name in named:
+            alike = [(out[row.stem], scale, row.experiment(scale, record.seed)) for row, scale in named[record.name]]
+            _place(alike, file, record)
     for row in (row for row in rows if not row.trains):  # no run to have a record of: its table is all there is
         out[row.stem].seeds = _tabled(row, folders)
     return list(out.values())
@@ -87,28 +83,24 @@ def by_hash(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _place(
-    wanted: Sequence[tuple[str, Scale, Experiment]], out: Mapping[str, KeptRow], file: Path, record: Record
-) -> None:
+def _place(wanted: Sequence[tuple[RowStatus, Scale, Experiment]], file: Path, record: Record) -> None:
+    """Note a record with the rows whose config it has, or, where there is none, with the one that is nearest."""
     present, fault = _present(record)
-    alike: list[tuple[str, list[str]]] = []
-    taken = False
-    for stem, scale, config in wanted:
-        if config.hash in (record.config_hash, present and present.hash):
-            seeds = out[stem].seeds.setdefault(scale, [])
-            if record.seed not in seeds:
-                seeds.append(record.seed)
-                out[stem].older += config.hash != record.config_hash
-            taken = True
-        else:  # with today's defaults on both sides: options that came since do not differ
-            alike.append((stem, differences(present.resolved if present else record.config, config.resolved)))
-    if not taken and alike:
-        stem, odd = min(alike, key=lambda one: len(one[1]))
-        more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
-        why = (
-            f"its config is not valid any more: {fault}" if fault else f"it differs in {'; '.join(odd[:_SHOWN])}{more}"
-        )
-        out[stem].remarks.append(f"{file.parent.name or file.name} is another config: {why}")
+    own = [one for one in wanted if one[2].hash in (record.config_hash, present and present.hash)]
+    for status, scale, config in own:
+        seeds = status.seeds.setdefault(scale, [])
+        if record.seed not in seeds:
+            seeds.append(record.seed)
+            status.older += config.hash != record.config_hash
+    if own:
+        return
+    # With today's defaults on both sides: options that came since do not differ.
+    tree = present.resolved if present else record.config
+    alike = [(differences(tree, config.resolved), status) for status, _, config in wanted]
+    odd, nearest = min(alike, key=lambda one: len(one[0]))
+    more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
+    why = f"its config is not valid any more: {fault}" if fault else f"it differs in {'; '.join(odd[:_SHOWN])}{more}"
+    nearest.remarks.append(f"{file.parent.name or file.name} is another config: {why}")
 
 
 def _present(record: Record) -> tuple[Experiment | None, str]:
@@ -136,49 +128,18 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") 
     return out
 
 
-def status(name: str, out: Path | None = None, folders: Sequence[Path] | None = None) -> list[str]:
-    """Lines that say which rows of a table have records: in `out` (runs/<name> by default), and in results/.
-
-    Example:
-        >>> status("rank1/table8/deep-ensemble-5", Path("/nowhere"), folders=[])[0].split()
-        ['row', 'full', 'small']
-    """
+def status(name: str, out: Path | None = None) -> list[str]:
+    """Lines that say which rows of a table have records: in `out` (runs/<name> by default), and in results/."""
     table = "/".join(name.strip("/").split("/")[:2])
-    folders = _results(table) if folders is None else folders
-    rows = kept_rows(name, [*folders, out or Path("runs") / table])
-    width = max(len(row.row) for row in rows) + 2 if rows else 5
+    rows = row_statuses(find(name), [*_results(table), out or Path("runs") / table])
+    width = max(len(row.row) for row in rows) + 2
     lines = [f"{'row':<{width}}{'full':<24}small"]
     for row in rows:
-        cells = [_seeds(row.seeds.get(scale, [])) for scale in SCALES]
-        lines.append(f"{row.row:<{width}}{cells[0]:<24}{cells[1]}".rstrip())
+        full, small = (_seeds(row.seeds.get(scale, [])) for scale in SCALES)
+        lines.append(f"{row.row:<{width}}{full:<24}{small}")
     if older := sum(row.older for row in rows):
         lines.append(f"Found by their configs, from before hashes left defaults out: {older}.")
     return lines + [remark for row in rows for remark in row.remarks]
-
-
-def _results(table: str) -> list[Path]:
-    """Folders of a paper's results beside the experiments: its tables share runs."""
-    kept = [root.parent / "results" / table.partition("/")[0] for root in roots()]
-    return list(dict.fromkeys(folder.resolve() for folder in kept if folder.is_dir()))
-
-
-def overview(folders: Sequence[Path] | None = None) -> list[str]:
-    """A line for each table and figure: how many of its rows have records, by scale; in results/, or in `folders`.
-
-    Example:
-        >>> [line.split() for line in overview(folders=[]) if line.startswith("rank1/table8")]
-        [['rank1/table8', '5', '0', '0']]
-    """
-    lines = [f"{'table or figure':<24}{'rows':>5}{'full':>6}{'small':>6}"]
-    records: dict[str, list[tuple[Path, Record]]] = {}
-    for name in listings():
-        paper, where = name.partition("/")[0], _results(name) if folders is None else folders
-        if paper not in records:  # its tables share them
-            records[paper] = list(_records(where))
-        rows = _kept(find(name), records[paper], where)
-        counts = [sum(bool(row.seeds.get(scale)) for row in rows) for scale in SCALES]
-        lines.append(f"{name:<24}{len(rows):>5}{counts[0]:>6}{counts[1]:>6}")
-    return lines
 
 
 def _seeds(seeds: list[int]) -> str:
@@ -186,3 +147,21 @@ def _seeds(seeds: list[int]) -> str:
         return "none"
     shown = ", ".join(map(str, sorted(seeds)[:8])) + (", ..." if len(seeds) > 8 else "")
     return f"seed{'s' if len(seeds) > 1 else ''} {shown}"
+
+
+def _results(table: str) -> list[Path]:
+    """Folders of a paper's results beside the experiments: its tables share runs."""
+    found = [root.parent / "results" / table.partition("/")[0] for root in roots()]
+    return list(dict.fromkeys(folder.resolve() for folder in found if folder.is_dir()))
+
+
+def overview(folders: Sequence[Path] | None = None) -> list[str]:
+    """A line for each table and figure: how many of its rows have records, by scale; in results/, or in `folders`."""
+    lines = [f"{'table or figure':<24}{'rows':>5}{'full':>6}{'small':>6}"]
+    read_once = cache(lambda paper, where: list(_records(where)))  # the tables of a paper share its records
+    for name in listings():
+        where = tuple(_results(name) if folders is None else folders)
+        rows = row_statuses(find(name), where, read_once(name.partition("/")[0], where))
+        full, small = (sum(bool(row.seeds.get(scale)) for row in rows) for scale in SCALES)
+        lines.append(f"{name:<24}{len(rows):>5}{full:>6}{small:>6}")
+    return lines

@@ -15,6 +15,7 @@ categories are codes and numbers are scaled, by what stands in the run's inputs.
 from __future__ import annotations
 
 import shutil
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,13 +29,12 @@ from slimbayes.data import Split
 from slimbayes.diagnostics.check import lines as check_lines
 from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.files import write_text
-from slimbayes.lab.case import Case
 from slimbayes.lab.config_files import validate
-from slimbayes.lab.diagnose import elbo, snr, spectrum, truncation
-from slimbayes.lab.evaluate import Predictor
+from slimbayes.lab.diagnose import Case, elbo, snr, spectrum, truncation
 from slimbayes.lab.execution import Execution, key
 from slimbayes.lab.fit import diagnose_fit, load_run, write_record
 from slimbayes.lab.predict_file import read_predictor
+from slimbayes.lab.predictor import Predictor
 from slimbayes.lab.run_folder import RunError, read_curve, seal
 from slimbayes.lab.task import Task
 from slimbayes.lab.trees import dump
@@ -50,14 +50,7 @@ _LABELS = {"neg_elbo": "-ELBO", "draw_nll": "NLL of a draw", "kl": "KL"}
 
 def diagnose_run(run: Path, execution: Execution, draws: int = 16) -> dict[str, Any]:
     """Look at a finished run: ELBO, scores and calibration of its test rows, the check of its fit with k-hat, spectrum,
-    scales cut to ranks 1 to 3 where its matrices have them, and the noise of gradients.
-
-    Args:
-        draws: of each member, for scores.
-
-    Example:
-        >>> diagnose_run(Path("runs/two-tied-0123456789ab"), Execution())["scores"]["neg_elbo"]  # doctest: +SKIP
-        0.52
+    scales cut to ranks 1 to 3 where its matrices have them, and the noise of gradients. `draws` are of each member.
     """
     case = Case(run, run, draws, execution=execution)
     experiment, network, task, _ = case.loaded
@@ -86,13 +79,9 @@ def diagnose_run(run: Path, execution: Execution, draws: int = 16) -> dict[str, 
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
-    """What was found in lines of at most 80 characters.
-
-    Example:
-        >>> print("\\n".join(lines({"run": "a", "method": "KTied(rank=2)", "data": "digits", "draws": 4, "notes": []})))
-        a: KTied(rank=2), digits
-    """
-    return [line for whole in _lines(found) for line in _folded(whole)]
+    """What was found in lines of at most 80 characters."""
+    fold = textwrap.TextWrapper(WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    return [line for whole in _lines(found) for line in fold.wrap(whole) or [whole]]
 
 
 def _lines(found: Mapping[str, Any]) -> Iterator[str]:
@@ -124,7 +113,7 @@ def _gaussian(found: Mapping[str, Any]) -> Iterator[str]:
             sums = [sum(one["scales"][:k]) for k in (1, 2, 3)]
             shape = "x".join(map(str, one["shape"]))
             shown = " ".join(f"{share:6.4f}" for share in sums)
-            yield f"  {_short(name)} {shape:>11}   {shown}    {one['means'][0]:6.4f}"
+            yield f"  {_column(name, _NAME)} {shape:>11}   {shown}    {one['means'][0]:6.4f}"
     cut = {name: scores for name, scores in found.items() if name.startswith("rank ")}
     if cut:
         names = [name for name in _SHOWN if any(name in scores for scores in cut.values())]
@@ -139,22 +128,12 @@ def _gaussian(found: Mapping[str, Any]) -> Iterator[str]:
         yield "Signal-to-noise ratio of the gradients of scales, ten batches, as trained"
         yield f"  {'layer':<{_NAME}} {'mean':>12} {'median':>12}"
         for name, mean in ratios["mean"].items():
-            yield f"  {_short(name)} {mean:>12.4g} {ratios['median'][name]:>12.4g}"
+            yield f"  {_column(name, _NAME)} {mean:>12.4g} {ratios['median'][name]:>12.4g}"
 
 
-def _short(name: str) -> str:
+def _column(name: str, width: int) -> str:
     """A layer's name in a column: its end, where it is long."""
-    return f"{name if len(name) <= _NAME else '…' + name[1 - _NAME :]:<{_NAME}}"
-
-
-def _folded(line: str) -> Iterator[str]:
-    """A line, or pieces of it that fit, cut between words where they have any."""
-    while len(line) > WIDTH:
-        at = line.rfind(" ", len(line) - len(line.lstrip()) + 1, WIDTH + 1)
-        at = at if at > 0 else WIDTH
-        yield line[:at].rstrip()
-        line = f"    {line[at:].lstrip()}"
-    yield line
+    return f"{name if len(name) <= width else '…' + name[1 - width :]:<{width}}"
 
 
 _LEFT = ("checkpoints", "record.json", "SHA256SUMS", ".lock", ".claim", "log.txt")
@@ -171,9 +150,6 @@ def stack_run(
         draws: networks that are looked at, for `ModelPatch`.
 
     Returns: the directory, and the weights by layer.
-
-    Example:
-        >>> stack_run(Path("runs/emp-0123456789ab"), None, Execution(), Watcher())  # doctest: +SKIP
     """
     predictor = load_run(run, execution)
     experiment, network, task, likelihood = predictor
@@ -207,9 +183,8 @@ def weight_lines(weights: dict[str, Tensor]) -> list[str]:
     out = []
     for name, values in weights.items():
         shown = [f"{value:.3f}" for value in values.tolist()]
-        label = name or "(the model)"
-        label = label if len(label) <= 32 else f"…{label[-31:]}"
-        out.append(f"{label:<32} " + " ".join(shown[:7]) + (f" … {len(shown)}" if len(shown) > 7 else ""))
+        more = f" … {len(shown)}" if len(shown) > 7 else ""
+        out.append(f"{_column(name or '(the model)', 32)} {' '.join(shown[:7])}{more}")
     return out
 
 
