@@ -24,6 +24,7 @@ from slimbayes.lab.fit import fit, load_run
 from slimbayes.lab.intake import data_digest, open_data
 from slimbayes.lab.own_task import OwnColumns
 from slimbayes.lab.task import open_task
+from slimbayes.report.record import note_unsealed
 from slimbayes.sklearn.base import default_method
 from slimbayes.sklearn.columns import Preparation, Table
 
@@ -734,6 +735,22 @@ def test_tables_that_init_refuses_in_words(tmp_path: Path, kind: str, told: str)
     found = call("init", odd_file(tmp_path / "odd.csv", kind), "-o", tmp_path / "odd.yaml")
     assert found.exit_code in (1, 2) and not (tmp_path / "odd.yaml").exists()
     assert re.search(told, found.output), found.output
+
+
+def test_init_says_what_it_leaves_out_and_how_to_go_on(tmp_path: Path) -> None:
+    rows = [[i, "big" if i == 7 else i * 1.5, i * 0.25] for i in range(40)]
+    made = write(tmp_path / "my odd.csv", ["a", "b", "y"], rows), tmp_path / "my odd.yaml"
+    told = call("init", made[0], "-o", made[1]).output
+    assert re.search(r'left out: "b": .* \(line 9: "big"\)', told) and f"slimbayes fit '{made[1]}'" in told
+    trailing = write(tmp_path / "trailing.csv", ["a", "y", ""], [[i, i * 0.25, ""] for i in range(40)])
+    assert "missing in all rows: choose another" in call("init", trailing, "-o", tmp_path / "t.yaml").output
+
+
+def test_a_sealed_run_is_judged_again_without_a_word_of_older_ones(place: Path, caplog: Any) -> None:
+    note_unsealed.cache_clear()
+    assert call("evaluate", place / "run").exit_code == 0
+    assert "older slimbayes" not in caplog.text
+    assert "of scaled targets, KL" in call("diagnose", place / "run").output  # test rows are in units of their own
 
 
 def test_init_is_told_whether_there_are_names(tmp_path: Path) -> None:
