@@ -24,7 +24,6 @@ from slimbayes.lab.fit import fit, load_run
 from slimbayes.lab.intake import data_digest, open_data
 from slimbayes.lab.own_task import OwnColumns
 from slimbayes.lab.task import open_task
-from slimbayes.report.record import note_unsealed
 from slimbayes.sklearn.base import default_method
 from slimbayes.sklearn.columns import Preparation, Table
 
@@ -746,10 +745,10 @@ def test_init_says_what_it_leaves_out_and_how_to_go_on(tmp_path: Path) -> None:
     assert "missing in all rows: choose another" in call("init", trailing, "-o", tmp_path / "t.yaml").output
 
 
-def test_a_sealed_run_is_judged_again_without_a_word_of_older_ones(place: Path, caplog: Any) -> None:
-    note_unsealed.cache_clear()
-    assert call("evaluate", place / "run").exit_code == 0
-    assert "older slimbayes" not in caplog.text
+def test_a_sealed_run_is_judged_again_without_a_word_of_older_ones(place: Path, monkeypatch: Any) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("slimbayes.lab.run_folder.note_unsealed", told.append)
+    assert call("evaluate", place / "run").exit_code == 0 and not told
     assert "of scaled targets, KL" in call("diagnose", place / "run").output  # test rows are in units of their own
 
 
