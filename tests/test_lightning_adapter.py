@@ -133,6 +133,24 @@ def test_real_targets(tmp_path: Path) -> None:
     assert tested.keys() == {"test_rmse", "test_lpd", "test_crps"} and tested["test_rmse"] < 1.5
 
 
+@pytest.mark.parametrize("case", ["yes or no", "some without a label"])
+def test_targets_that_train_are_judged(case: str, tmp_path: Path) -> None:
+    x, y = blobs()
+    binary = case != "some without a label"
+    y = (y == 0).float() if binary else torch.where(torch.arange(len(y)) % 3 == 0, -100, y)
+    rows = DataLoader(TensorDataset(x, y[:, None] if binary else y), batch_size=60)
+    model = network(sb.BatchEnsemble(members=2), out=1 if binary else 3)
+    module = BayesModule(model, 240, "bernoulli" if binary else "categorical", predict_draws=1)
+    runs = trainer(tmp_path, 1)
+    runs.fit(module, rows)
+    (tested,) = runs.test(module, rows, verbose=False)
+    chance = sb.predict(model, x, likelihood=module.likelihood).member_probs.mean(0).double()
+    chance = torch.stack([1 - chance, chance], 1) if binary else chance
+    kept = y != -100
+    slow = -chance[kept].gather(1, y[kept].long()[:, None]).log().mean()
+    assert tested["test_nll"] == pytest.approx(float(slow), rel=1e-4)
+
+
 def test_groups_and_schedulers_are_passed_on() -> None:
     def both(groups: list[dict[str, Any]]) -> dict[str, Any]:
         optimizer = torch.optim.SGD(groups, lr=0.1)

@@ -736,6 +736,22 @@ def test_tables_that_init_refuses_in_words(tmp_path: Path, kind: str, told: str)
     assert re.search(told, found.output), found.output
 
 
+def test_init_says_what_it_leaves_out_and_how_to_go_on(tmp_path: Path) -> None:
+    rows = [[i, "big" if i == 7 else i * 1.5, i * 0.25] for i in range(40)]
+    made = write(tmp_path / "my odd.csv", ["a", "b", "y"], rows), tmp_path / "my odd.yaml"
+    told = call("init", made[0], "-o", made[1]).output
+    assert re.search(r'left out: "b": .* \(line 9: "big"\)', told) and f"slimbayes fit '{made[1]}'" in told
+    trailing = write(tmp_path / "trailing.csv", ["a", "y", ""], [[i, i * 0.25, ""] for i in range(40)])
+    assert "missing in all rows: choose another" in call("init", trailing, "-o", tmp_path / "t.yaml").output
+
+
+def test_a_sealed_run_is_judged_again_without_a_word_of_older_ones(place: Path, monkeypatch: Any) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("slimbayes.lab.run_folder.note_unsealed", told.append)
+    assert call("evaluate", place / "run").exit_code == 0 and not told
+    assert "of scaled targets, KL" in call("diagnose", place / "run").output  # test rows are in units of their own
+
+
 def test_init_is_told_whether_there_are_names(tmp_path: Path) -> None:
     file = odd_file(tmp_path / "odd.csv", "mixed")
     assert call("init", file, "-o", tmp_path / "odd.yaml", "--no-header").exit_code == 0

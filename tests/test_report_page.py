@@ -18,7 +18,7 @@ from altair.vegalite.schema import load_schema
 from report_records import METHODS, hostile, record, regression, save
 
 from slimbayes.report import write_page
-from slimbayes.report.charts import PALETTE
+from slimbayes.report.charts import PALETTE, Axis, bars
 from slimbayes.report.figures import (
     by_corruption,
     by_severity,
@@ -446,3 +446,11 @@ def test_names_are_shown_short_apart_and_harmless(tmp_path):
     assert shown[:2] == ["“__proto__”", "“constructor”"] and shown[4:] == ["a b", "a b (2)", "a b (3)", "unnamed"]
     assert len(set(shown)) == len(names) and max(map(len, shown)) < 100
     assert [group.records[0].name for group in groups] == names
+
+
+def test_bars_are_not_clipped_away() -> None:
+    """Round corners and clipping together made a box of width zero around each bar."""
+    chart = bars([{"n": "a", "x": 1.5}, {"n": "b", "x": 1.0}], {"a": 0, "b": 1}, Axis("Parameters", zero=True))
+    drawn = vl_convert.vegalite_to_svg({**chart.spec, "width": 300})
+    widths = [float(width) for width in re.findall(r"<clipPath[^>]*><rect [^>]*width=\"([\d.]+)\"", drawn)]
+    assert widths and min(widths) > 100

@@ -18,11 +18,15 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertForSequenceClassification,
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     TrainingArguments,
@@ -315,3 +319,52 @@ def test_padding_changes_no_curvature(over: Any) -> None:
         batch = {"input_ids": nn.functional.pad(words, (0, pads)), "attention_mask": mask, "labels": labels}
         evidence.append(sb.laplace(bert(), [batch], **options).log_evidence)
     assert evidence[0] == pytest.approx(evidence[1], rel=1e-6)
+
+
+def weighted(self: Any, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+    """The forward of a model that somebody wrote, whose loss weighs classes."""
+    out = BertForSequenceClassification.forward(self, input_ids)
+    if labels is not None:
+        out["loss"] = nn.functional.cross_entropy(out.logits, labels, torch.tensor([1.0, 9.0]))
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")  # a loss among outputs has no rows
+@pytest.mark.parametrize("kind", ["reads and writes", "routers", "weights", "whole numbers"])
+def test_the_loss_is_the_model_s_own(kind: str, tmp_path: Path) -> None:
+    """Starts of decoders made of labels, terms of routers, losses somebody wrote, labels that are no classes."""
+    torch.manual_seed(0)
+    words = torch.stack([row["input_ids"] for row in ROWS[:4]])
+    batch = {"input_ids": words, "labels": words.flip(1)}
+    narrow = {"vocab_size": WORDS, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model: Any
+    if kind == "reads and writes":  # without a start it would take its inputs
+        sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "init_std": 1.0}
+        heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+        model = BartForConditionalGeneration(BartConfig(vocab_size=WORDS, **sizes, **heads))
+    elif kind == "routers":
+        options = {"num_key_value_heads": 2, "num_local_experts": 3, "output_router_logits": True}
+        config = MixtralConfig(**narrow, **options, intermediate_size=8, router_aux_loss_coef=1.0)
+        model = MixtralForCausalLM(config)
+    else:
+        model = BertForSequenceClassification(BertConfig(**narrow, num_labels=1 + (kind == "weights")))
+        batch["labels"] = torch.tensor([0, 1, 1, 0])
+        if kind == "weights":
+            model = type("Weighted", (BertForSequenceClassification,), {"forward": weighted})(model.config)
+    sb.bayesianize(model.eval(), sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0)))
+    trainer = BayesTrainer(model, arguments(tmp_path), num_data=48, train_dataset=ROWS)
+    ours, own = trainer.compute_loss(model, batch), model(**batch).loss
+    torch.testing.assert_close(ours, own, rtol=1e-5, atol=0)
+    judged = trainer.evaluate(ROWS[:4]) if kind == "whole numbers" else {}
+    assert "eval_nll" not in judged  # of one output there is no class
+
+
+def test_a_config_without_an_end_has_the_model_s() -> None:
+    model = sb.bayesianize(gpt(), sb.BatchEnsemble(members=2))
+    config = GenerationConfig(max_new_tokens=24, do_sample=True, pad_token_id=2)
+    torch.manual_seed(0)
+    found = generate(model, {"input_ids": torch.full((6, 2), 3)}, config, draws=1)
+    new = found.sequences[:, 2:].tolist()
+    assert found.mask.sum(1).tolist() == [words.index(1) + 1 if 1 in words else len(words) for words in new]
+    assert not found.mask.all()

@@ -24,6 +24,7 @@ from torchmetrics import Metric
 
 from slimbayes import metrics
 from slimbayes.convert.convert import conversions_of
+from slimbayes.inference.curvature import IGNORED
 from slimbayes.lab.execution import seed_everything
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
@@ -142,6 +143,13 @@ class BayesModule(LightningModule):  # type: ignore[misc]
     def _judge(self, stage: str, batch: Any) -> None:
         x, y = batch
         prediction, scores = self._predict(x), self.scores[stage]
+        if self.likelihood == "bernoulli" and y.dim() > 1 and y.shape[-1] == 1:
+            y = y.squeeze(-1)  # as predictions are
+        elif self.likelihood == "categorical" and bool((y == IGNORED).any()):
+            kept = y != IGNORED
+            prediction, y = Prediction.from_outputs(prediction.log_probs[kept].unsqueeze(0)), y[kept]
+            if not len(y):
+                return
         assert isinstance(scores, nn.ModuleDict)
         for name, metric in scores.items():
             assert isinstance(metric, Metric)

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, Trainer
 from slimbayes.convert.checkpoint import save
 from slimbayes.convert.convert import conversions_of
 from slimbayes.engine.noise import Seed
-from slimbayes.inference.curvature import is_causal
+from slimbayes.inference.curvature import IGNORED, aligned, loss_facts, without_labels
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train import schedules
@@ -27,13 +27,13 @@ from slimbayes.train.elbo import kl, warn_of_dwarfed
 from slimbayes.train.optim import param_groups
 
 FOLDER = "posterior"  # of a checkpoint: what `sb.load(model, checkpoint / FOLDER)` reads
-_IGNORED = -100
 
 
 class BayesTrainer(Trainer):
     """A Trainer of converted models.
 
     The loss is the model's own plus KL / num_data, once for each optimizer step, however many batches it accumulates.
+    Where that is the cross-entropy of its logits, which is looked at once, each row has a draw of its own.
     Weight decay leaves posteriors alone. Evaluation averages the probabilities of several draws and reports NLL, ECE
     and accuracy of classes. Checkpoints hold what trains: the posterior alone where `bayesianize(..., train=)` froze
     the rest; `sb.load(AutoModel.from_pretrained(...), f"{checkpoint}/posterior")` reads them back.
@@ -67,18 +67,19 @@ class BayesTrainer(Trainer):
         self.kl_schedule = kl_schedule or schedules.constant()
         self.kept_metrics = self.compute_metrics
         self.compute_metrics = self._scores
+        self.facts: tuple[bool, bool] | None = None
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        size, labels = self._targets(inputs), inputs.get("labels")
-        if labels is None or labels.is_floating_point() or self.compute_loss_func or self.label_smoother:
+        size = self._targets(inputs)
+        if self.compute_loss_func or self.label_smoother or not self._facts(inputs)[1]:
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch=num_items_in_batch)
         else:
             # Without labels the outputs hold rows alone, so that each row gets a draw of its own; with a loss among
             # them it would be one draw for all.
-            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-            loss = self._nll(model, outputs["logits"], labels, num_items_in_batch)
+            outputs = model(**without_labels(self.accelerator.unwrap_model(model), inputs)[0])
+            loss = self._nll(model, outputs["logits"], inputs["labels"], num_items_in_batch)
         if model.training:
             divergence = kl(self.accelerator.unwrap_model(model)) / size
             # A loss that is normalised over the whole step is added up as it is; others are divided by the Trainer.
@@ -90,29 +91,32 @@ class BayesTrainer(Trainer):
             loss = loss + (self.kl_schedule(self.state.global_step) * divergence).to(loss.device) / parts
         return (loss, outputs) if return_outputs else loss
 
+    def _facts(self, inputs: Any) -> tuple[bool, bool]:
+        """What `loss_facts` finds, once; nothing of it for targets that are no classes."""
+        if not isinstance(inputs.get("labels"), Tensor) or inputs["labels"].is_floating_point():
+            return False, False
+        if self.facts is None:
+            self.facts = loss_facts(self.accelerator.unwrap_model(self.model), inputs)
+        return self.facts
+
     def _nll(self, model: nn.Module, logits: Tensor, labels: Tensor, num_items: Any) -> Tensor:
         """Mean over a batch's targets, or its share of the mean over those of the whole optimizer step."""
-        logits, labels = self._aligned(model, logits, labels)
+        logits, labels = aligned(self.accelerator.unwrap_model(model), logits, labels)
         flat = logits.flatten(0, -2).float(), labels.flatten()
         if not self._normalised(num_items):
-            return nn.functional.cross_entropy(*flat, ignore_index=_IGNORED)
+            return nn.functional.cross_entropy(*flat, ignore_index=IGNORED)
         ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-        return nn.functional.cross_entropy(*flat, ignore_index=_IGNORED, reduction="sum") * ranks / num_items
-
-    def _aligned(self, model: nn.Module, values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Of causal language models each token tells the next."""
-        causal = labels.dim() > 1 and is_causal(self.accelerator.unwrap_model(model))
-        return (values[:, :-1], labels[:, 1:]) if causal else (values, labels)
+        return nn.functional.cross_entropy(*flat, ignore_index=IGNORED, reduction="sum") * ranks / num_items
 
     def _targets(self, inputs: Any) -> int:
         """Over how many targets the training loss is a mean."""
         if self.num_data is not None:
             return self.num_data
         labels = inputs.get("labels")
-        if labels is not None and labels.dim() > 1:
+        if isinstance(labels, Tensor) and labels.dim() > 1:
             raise ValueError(
                 f"BayesTrainer: labels of shape {tuple(labels.shape)} are many for each row, and the loss is their "
-                f"mean: give num_data=, the number of target tokens in the training set."
+                f"mean: give num_data=, the number of target tokens (or pixels, or labels) in the training set."
             )
         rows = getattr(self.train_dataset, "__len__", None)
         if rows is None:
@@ -137,26 +141,25 @@ class BayesTrainer(Trainer):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
         """Loss, logs of averaged probabilities and labels; targets that are no classes are left to the Trainer."""
-        labels = inputs.get("labels")
-        if labels is None or labels.is_floating_point():
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
-        labels = inputs["labels"]
-        rest = {name: value for name, value in inputs.items() if name != "labels"}
+        if not self._facts(inputs)[0]:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        inner = self.accelerator.unwrap_model(model)
+        rest, labels = without_labels(inner, inputs)
         with self.compute_loss_context_manager():
-            found = predict(self.accelerator.unwrap_model(model), rest, self.draws, keep_samples=False, output="logits")
-        logs, labels = self._aligned(model, found.log_probs, labels)
-        loss = nn.functional.nll_loss(logs.flatten(0, -2), labels.flatten(), ignore_index=_IGNORED)
+            found = predict(inner, rest, self.draws, keep_samples=False, output="logits")
+        logs, labels = aligned(inner, found.log_probs, labels)
+        loss = nn.functional.nll_loss(logs.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
         return (loss, None, None) if prediction_loss_only else (loss, logs.contiguous(), labels.contiguous())
 
     def _scores(self, found: Any) -> dict[str, float]:
         """NLL, ECE and accuracy of classes, and what the user's own function says."""
         out: dict[str, float] = {}
-        labels = torch.as_tensor(found.label_ids)
-        if not labels.is_floating_point():
+        if self.facts is not None and self.facts[0]:
             from slimbayes import metrics
 
-            logs, kept = torch.as_tensor(found.predictions), labels != _IGNORED
+            logs, labels = torch.as_tensor(found.predictions), torch.as_tensor(found.label_ids)
+            kept = labels != IGNORED
             judged = Prediction.from_outputs(logs[kept].unsqueeze(0))
             for name, metric in (("nll", metrics.NLL()), ("ece", metrics.ECE()), ("accuracy", metrics.Accuracy())):
                 metric.update(judged, labels[kept])
@@ -284,7 +287,8 @@ def _continued(model: Any, seen: Tensor, sequences: Tensor) -> dict[str, Tensor]
 
 def _alive(model: Any, config: GenerationConfig | None, new: Tensor) -> Tensor:
     """Tokens up to and with the first end of sequence, (B, T)."""
-    ends = getattr(config or model.generation_config, "eos_token_id", None)
+    known = (getattr(given, "eos_token_id", None) for given in (config, model.generation_config))
+    ends = next((end for end in known if end is not None), None)  # what a config leaves open is the model's own
     if ends is None:
         return torch.ones_like(new, dtype=torch.bool)
     ended = torch.isin(new, torch.as_tensor(ends, device=new.device))

@@ -91,9 +91,11 @@ class Check:
         return "\n".join(lines(self.to_dict()))
 
 
-def lines(found: dict[str, Any]) -> list[str]:
-    """A check's plain data in lines of less than 80 characters, warnings aside."""
-    out = [f"NLL {found['nll']:.4f}, KL {found['kl']:.4f} per datum"]
+def lines(found: dict[str, Any], scaled: bool = False) -> list[str]:
+    """A check's plain data in lines of less than 80 characters, warnings aside; `scaled` says that the network's
+    targets were, so that the NLL is not in the units of others.
+    """
+    out = [f"NLL {found['nll']:.4f}{' of scaled targets' * scaled}, KL {found['kl']:.4f} per datum"]
     if not math.isnan(found["at_prior"]):
         out.append(f"posterior {found['at_prior']:.0%} at its prior, {found['collapsed']:.0%} collapsed")
     if not math.isnan(found["label_changes"]):

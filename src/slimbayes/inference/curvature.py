@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slimbayes.engine.sharing import evaluating
 from slimbayes.inference.evidence import Product, Single
 from slimbayes.inference.linearised import MOST_ROOTS, Rows, joints_of, rows_at_means
 from slimbayes.prediction.batches import call_batch
 from slimbayes.prediction.prediction import Prediction
+from slimbayes.prediction.sample import frozen, sample
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
 IGNORED = -100  # a target that does not count
@@ -42,9 +44,49 @@ class Curvature:
 
 def is_causal(model: nn.Module) -> bool:
     """Whether a model of transformers tells each next token, by the names of its classes; peft's wrap another model."""
-    inner: Any = model
-    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-    return any("CausalLM" in c.__name__ or "LMHead" in c.__name__ for c in type(inner).__mro__)
+    return any("CausalLM" in c.__name__ or "LMHead" in c.__name__ for c in type(_base(model)).__mro__)
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def without_labels(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """What a model takes besides labels, and those. A model of transformers that reads one sequence and tells another
+    makes the latter's start of them.
+    """
+    rest, target = dict(batch), None
+    for name in ("labels", "label"):
+        target = rest.pop(name, None) if target is None else target
+    start: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    decodes = start is not None and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if decodes and isinstance(target, Tensor) and target.dim() > 1 and "decoder_input_ids" not in rest:
+        rest["decoder_input_ids"] = start(target)
+    return rest, target
+
+
+def aligned(model: nn.Module, values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """What tells each label (B, ..., C), and the label: of causal language models each token tells the next."""
+    causal = labels.dim() > 1 and is_causal(model)
+    return (values[:, :-1], labels[:, 1:]) if causal else (values, labels)
+
+
+def loss_facts(model: nn.Module, batch: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether labels are a class for each line of logits, and whether the loss that a model of transformers gives is
+    their cross-entropy: it may weigh classes, add a term, or mean something else.
+    """
+    with torch.no_grad(), evaluating(model), frozen(model, seed=0):
+        own = sample(model, fold=False, **batch).get("loss")
+        logits = sample(model, fold=False, **without_labels(model, batch)[0])["logits"][0]
+    logits, labels = aligned(model, logits, batch["labels"])
+    if logits.shape[:-1] != labels.shape or logits.shape[-1] == 1:
+        return False, False
+    if own is None:
+        return True, True
+    # A loss somebody wrote may weigh what one batch does not show.
+    stock = type(_base(model)).__module__.startswith("transformers.") and not hasattr(_base(model), "_loss_function")
+    ours = nn.functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED)
+    return True, stock and torch.allclose(own[0].float(), ours, rtol=1e-4)
 
 
 def _fits(accepted: inspect.Signature, args: Iterable[Any]) -> bool:
@@ -59,18 +101,11 @@ def _fits(accepted: inspect.Signature, args: Iterable[Any]) -> bool:
 def labelled(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
     """Batches as arguments, keyword arguments and targets, on the model's device; refuses batches without targets."""
     first, accepted = next(model.parameters()), inspect.signature(model.forward)
-    # Whether a model of transformers reads one sequence and tells another, whose start it makes of the labels.
-    decodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    decodes = decodes and hasattr(model, "prepare_decoder_input_ids_from_labels")
     for number, batch in enumerate(loader):
         if isinstance(batch, Mapping):
-            rest, target = dict(batch), None
-            for name in ("labels", "label"):
-                target = rest.pop(name, None) if target is None else target
+            rest, target = without_labels(model, batch)
             if target is not None and is_causal(model) and target.dim() > 1:  # transformers' labels are the inputs
                 target = nn.functional.pad(target[:, 1:], (0, 1), value=IGNORED)
-            if target is not None and target.dim() > 1 and decodes and "decoder_input_ids" not in rest:
-                rest["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(target)  # type: ignore[operator]
             args, kwargs = call_batch(model, rest)
         elif isinstance(batch, (tuple, list)) and len(batch) > 1:
             nested = len(batch) == 2 and isinstance(batch[0], (tuple, list)) and _fits(accepted, batch[0])
@@ -164,6 +199,8 @@ def _kept(outputs: Tensor, target: Tensor) -> Tensor:
 
 def _log_likelihood(outputs: Tensor, target: Tensor, likelihood: LikelihoodName, scale: float) -> float:
     outputs = outputs.detach().double()
+    if likelihood == "bernoulli" and target.shape == outputs.shape and target.dim() > 1 and target.shape[-1] == 1:
+        target = target.squeeze(-1)  # as `bernoulli` takes it and a Prediction does not
     if likelihood_named(likelihood).discrete and bool((target == IGNORED).any()):
         kept = target != IGNORED
         outputs, target = outputs[kept], target[kept]

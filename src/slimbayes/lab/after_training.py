@@ -95,7 +95,7 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     if check := found.get("check"):
         yield ""
         yield "Fit, on some training rows (128 at most)"
-        yield from (f"  {line}" for line in check_lines(check))
+        yield from (f"  {line}" for line in check_lines(check, "rmse" in found.get("scores", {})))
         yield from (f"  ! {warning}" for warning in check["warnings"])
     yield from _gaussian(found)
     if found["notes"]:

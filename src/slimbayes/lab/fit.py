@@ -140,16 +140,20 @@ def evaluate_run(
     run_folder.check_seal(run, ["metrics.csv", "cost.json"])
     run_folder.unseal(run)
     write_inputs(run, predictor.task, predictor.likelihood)
-    predictor = predictor._replace(experiment=validate(tree, str(run)))
+    stored, predictor = predictor.experiment, predictor._replace(experiment=validate(tree, str(run)))
     with Bars(predictor.experiment.name) as bars:
-        record = write_record(run, predictor, execution, bars)
+        record = write_record(run, predictor, execution, bars, stored)
     run_folder.seal(run)
     return record
 
 
-def write_record(folder: Path, predictor: Predictor, execution: Execution, watcher: Watcher) -> Record:
-    """Evaluate a trained network as its experiment asks, and write the record of the run in a directory."""
-    stored, start = run_folder.stored_experiment(folder), time.perf_counter()
+def write_record(
+    folder: Path, predictor: Predictor, execution: Execution, watcher: Watcher, stored: Experiment | None = None
+) -> Record:
+    """Evaluate a trained network as its experiment asks, and write the record of the run in a directory, whose own
+    experiment is `stored`, if that was read already.
+    """
+    stored, start = stored or run_folder.stored_experiment(folder), time.perf_counter()
     evaluations, examples = evaluate(predictor, execution, watcher)
     seconds = time.perf_counter() - start
     curve, counts = run_folder.read_curve(folder), sb.summary(predictor.network)

@@ -24,6 +24,7 @@ from slimbayes.lab.trees import parse
 from slimbayes.untrusted import check_regular
 
 _HEAD = "# Written by `slimbayes init` after a look at the data. Train with: slimbayes fit {file}\n"
+_LEFT = "    # "  # of lines about columns that are left out
 _SHOWN = 6  # values of a column, in a comment
 _COMMON = (
     "  test: 0.2  # share of the rows, drawn by chance; `held_out: last` takes the last ones",
@@ -73,6 +74,11 @@ def config_text(path: Path, out: Path, target: str | None = None, header: bool |
     return text
 
 
+def left_out(text: str) -> list[str]:
+    """What a config says about columns that it leaves out."""
+    return [line.removeprefix(_LEFT) for line in text.splitlines() if line.startswith(_LEFT)]
+
+
 def _quoted(value: str) -> str:
     """A text in quotes on one line; characters that YAML takes for line breaks, or not at all, are escaped."""
     text = json.dumps(value, ensure_ascii=False)
@@ -118,7 +124,7 @@ def _table(path: Path, target: str | None, header: bool | None) -> Plan:
     data += ["  decimal: comma  # in '1,5' it parts the fraction, not thousands"] if found.decimal == "comma" else []
     if dropped:
         data.append(f"  drop: [{', '.join(map(_quoted, dropped))}]")
-        data += [f"    # {_quoted(one)}: {why}" for one, why in dropped.items()]
+        data += [f"{_LEFT}{_quoted(one)}: {why}" for one, why in dropped.items()]
     used = [c for n, c in found.columns.items() if n not in {name, *dropped}]
     if not used:
         raise ConfigError(f"{path} has no column to predict {_quoted(name)} from.")
@@ -151,7 +157,8 @@ def _unusable(found: TableFile, column: Column) -> str:
         if column.kind != "date" and column.dressed:
             return f"numbers with signs, such as {_quoted(first[:40])}: take the signs out to use them"
         if column.kind != "date":
-            return "texts that hardly repeat, or a few texts among numbers"
+            line = f"line {column.odd[0]}: {_quoted(first[:40])}"
+            return f"texts that hardly repeat, or a few texts among numbers ({line}): mend these to use it"
     try:
         days_of(first)
     except ValueError as error:

@@ -157,7 +157,8 @@ def target_is_class(column: Column, path: Path, task: str | None) -> bool:
     """Whether a target is a class: as `task` says, or as its values show."""
     place = f"{path}, column {brief(column.name)}, the target,"
     if column.missing:
-        raise ValueError(f"{place} is missing in {column.missing} rows: drop these rows.")
+        do = "drop these rows" if column.values else "choose another one (a comma at the end of each line makes one)"
+        raise ValueError(f"{place} is missing in {column.missing if column.values else 'all'} rows: {do}.")
     if len(column.values) == 1:
         raise ValueError(f"{place} is {brief(next(iter(column.values)))} in all rows: nothing is to be learnt.")
     if task != "classes":

@@ -6,6 +6,7 @@ torch and the readers are imported when a command runs, so that `--help` answers
 from __future__ import annotations
 
 import json
+import shlex
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,14 +48,17 @@ def init(
 ) -> None:
     """Look at data of your own and write a commented config for them."""
     from slimbayes.files import write_text
-    from slimbayes.lab.init_config import config_text
+    from slimbayes.lab.init_config import config_text, left_out
     from slimbayes.lab.trees import ConfigError
 
     file = output or Path(f"{data.resolve().stem or 'data'}.yaml")
     if file.exists():
         raise ConfigError(f"{file} is there already. Choose another name with -o.")
-    write_text(file, config_text(data, file, target, header))
-    typer.echo(f"{file} is written. Look through it, then: slimbayes fit {file}")
+    text = config_text(data, file, target, header)
+    write_text(file, text)
+    for why in left_out(text):
+        typer.echo(f"left out: {why}")
+    typer.echo(f"{file} is written. Look through it, then: slimbayes fit {shlex.quote(str(file))}")
 
 
 def diagnose(
@@ -100,7 +104,8 @@ def predict(
     output: Annotated[Path, typer.Option("-o", "--output", help="Where predictions go: .csv, .json or .npz.")],
     draws: Annotated[int, typer.Option(help="Draws of each member.", min=1, max=10_000)] = 16,
     level: Annotated[
-        float, typer.Option(help="Probability that intervals of real targets hold them.", min=0.01, max=0.999)
+        float,
+        typer.Option(help="Probability, by the model, that intervals of real targets hold them.", min=0.01, max=0.999),
     ] = 0.9,
     accelerator: Accelerator = "auto",
     allow_code: AllowCode = False,
@@ -109,7 +114,7 @@ def predict(
     from slimbayes.lab.predict_file import predict_file
 
     rows = predict_file(run, inputs, output, draws, accelerator, level)
-    typer.echo(f"{rows} predictions in {output}")
+    typer.echo(f"{rows} prediction{'s' * (rows != 1)} in {output}")
 
 
 def export(

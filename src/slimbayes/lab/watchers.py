@@ -111,7 +111,7 @@ def print_diagnostics(record: Record, console: Console) -> None:
 
     if record.diagnostics is None:
         return
-    for line in lines(dict(record.diagnostics)):
+    for line in lines(dict(record.diagnostics), any("rmse" in e.metrics for e in record.evaluations)):
         console.print(line, highlight=False, markup=False)
     if record.diagnostics.nonfinite_steps:
         console.print(f"steps that were not finite: {record.diagnostics.nonfinite_steps}", highlight=False)

@@ -216,6 +216,8 @@ def far(
     if rows < 2:
         raise ValueError(f"far needs rows >= 2, got {rows!r}.")
     discrete = likelihood_named(likelihood).discrete
+    if discrete and isinstance(loader, Tensor):
+        raise TypeError("far takes batches, such as [(x, y)], got a tensor, whose rows are none.")
     generator = torch.Generator().manual_seed(seed)
     kept, sums, order = list[Tensor](), list[Tensor](), torch.empty(0)
 

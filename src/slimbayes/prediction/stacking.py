@@ -232,10 +232,11 @@ def factored_weights(
 
 def _checked(log_probs: Tensor) -> Tensor:
     """Log probabilities (S, N) in float64, of which every row has some that is finite."""
-    if log_probs.dim() != 2 or log_probs.numel() == 0:
+    if not isinstance(log_probs, Tensor) or log_probs.dim() != 2 or log_probs.numel() == 0:
+        got = tuple(log_probs.shape) if isinstance(log_probs, Tensor) else f"a {type(log_probs).__name__}"
         raise ValueError(
-            "log_probs of shape (S, N) are needed, S draws of N held-out rows, at least one each, got "
-            f"{tuple(log_probs.shape)}."
+            f"log_probs of shape (S, N) are needed, S draws of N held-out rows, at least one each, got {got}: "
+            f"`Prediction.draw_log_prob(target)` gives them."
         )
     wide = log_probs.detach().double()
     if bool((wide.isnan() | wide.isposinf()).any()):

@@ -55,7 +55,8 @@ class Views:
             if not -size <= rows < size:  # the end of iteration, too
                 raise IndexError(f"row {rows} of a prediction of {size} rows")
             rows = slice(rows % size, rows % size + 1)
-        index = torch.arange(size)[rows if isinstance(rows, slice) else torch.as_tensor(rows).cpu()]
+        chosen = torch.arange(size)[rows] if isinstance(rows, slice) else torch.as_tensor(rows).cpu()
+        index = torch.arange(size)[chosen if chosen.numel() else chosen.long()]
         return self._each(lambda t, dim: t.index_select(dim, index.to(t.device)))
 
     def to(self, target: torch.device | str | torch.dtype) -> Self:
@@ -120,7 +121,8 @@ class Views:
             from pandas import DataFrame  # type: ignore[import-untyped]
         except ImportError as error:
             raise ImportError("to_pandas needs pandas: pip install pandas.") from error
-        return DataFrame({name: column.detach().cpu().numpy() for name, column in self._columns().items()})
+        columns = {name: column.detach().cpu() for name, column in self._columns().items()}
+        return DataFrame({n: (c.float() if c.dtype == torch.bfloat16 else c).numpy() for n, c in columns.items()})
 
     def _columns(self) -> dict[str, Tensor]:
         """Columns (N,) of a table."""

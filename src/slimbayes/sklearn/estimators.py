@@ -4,6 +4,7 @@ Sizes: N rows, d columns, C classes, T targets.
 """
 
 from dataclasses import KW_ONLY, dataclass
+from numbers import Real
 from typing import Any, Self, cast
 
 import numpy as np
@@ -186,7 +187,7 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
 
     def _network(self, numbers: int, sizes: tuple[int, ...]) -> tuple[nn.Module, nn.Module]:
         targets, noise = len(self.y_mean_), cast(Noise, self.noise)
-        if not (noise in ("heteroscedastic", "learned") if isinstance(noise, str) else noise > 0):
+        if noise not in ("heteroscedastic", "learned") and not (isinstance(noise, Real) and noise > 0):
             wanted = "'heteroscedastic', 'learned' or a positive standard deviation"
             raise ValueError(f"noise must be {wanted}, got {noise!r}.")
         network = build(self.module, numbers, sizes, targets * (2 if noise == "heteroscedastic" else 1))

@@ -75,7 +75,7 @@ def elbo(
     every = posteriors_of(model)
     if not every and not any("_slimbayes" in m.__dict__ for m in model.modules()):
         raise ValueError(f"This {type(model).__name__} has not been converted, so it has no KL: see bayesianize.")
-    if not 0 < num_data < math.inf:
+    if not hasattr(num_data, "__float__") or not 0 < num_data < math.inf:
         raise ValueError(f"num_data must be the size of the training set, at least 1, got {num_data!r}.")
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"micro_batches must be a whole number of at least 1, got {micro_batches!r}.")
