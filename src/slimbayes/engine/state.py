@@ -20,6 +20,7 @@ from slimbayes.engine.modules import Keyed, modules_of, torch_or_own
 _GROWS = (list, dict, set, deque)
 _PLAIN = {int, float, str, bool, bytes, type(None)}  # of which vocabularies have many
 _ABSENT = object()
+MARKED = "_slimbayes_cached"  # where a module keeps the names of what it computed from drawn weights
 # By module and name: what is there after a call, or that nothing is, and True if it is another object than before; else
 # what was written into, within it, and copies of that.
 Change = dict[tuple[int, str], tuple[Any, bool]]
@@ -109,6 +110,22 @@ class State:
             # Batch norm writes its statistics without counting that: a trial's are put back unseen, as to look waits.
             if (self.every and isinstance(value, Tensor) and value.is_cuda) or not _same(value, old, version):
                 _fill(value, old)
+
+    def mark(self, places: Iterable[tuple[int, str]]) -> None:
+        """Let `forget` know these attributes: each module has the names of its own."""
+        for i, name in places:
+            if i >= 0:
+                self.modules[i].__dict__.setdefault(MARKED, set()).add(name)
+
+    def forget(self) -> None:
+        """Go back to that moment in what is marked alone."""
+        for module, before in zip(self.modules, self.before, strict=True):
+            for name in module.__dict__.get(MARKED, ()):
+                _put(module, name, before.get(name, _ABSENT))
+                for key in _reached([before.get(name)]):
+                    for value, old, version in [self.values[key]] if key in self.values else []:
+                        if not _same(value, old, version):
+                            _fill(value, old)
 
 
 @contextmanager
@@ -233,6 +250,6 @@ def _fill(value: Any, old: Any) -> None:
 def _put(module: nn.Module, name: str, value: Any) -> None:
     place = module._buffers if name in module._buffers else module.__dict__
     if value is _ABSENT:
-        del place[name]
+        place.pop(name, None)
     else:
         place[name] = value

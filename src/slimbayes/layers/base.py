@@ -199,7 +199,10 @@ def reading(name: str) -> property:
     def put(layer: Any, value: Any) -> None:
         layer.__dict__[name] = value
 
-    return property(get, put)
+    def drop(layer: Any) -> None:
+        del layer.__dict__[name]
+
+    return property(get, put, drop)
 
 
 def sites_of(cls: type[BayesLayer], layer: Any) -> list[Site]:
