@@ -136,3 +136,29 @@ def test_scripted_parts_are_left_alone() -> None:
         wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
         torch.testing.assert_close(sb.sample(net, X, fold=True), wanted)
     torch.testing.assert_close(sb.predict(net, X).samples, wanted.softmax(-1))
+
+
+class Remembers(nn.Module):
+    """A layer of a type nobody knows that keeps a state of its rows, and begins anew at the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.state = nn.Parameter(torch.randn(4, 4)), None
+
+    def forward(self, x: Tensor, first: Tensor) -> Tensor:
+        state = torch.zeros_like(x) if self.state is None else self.state
+        self.state = (x @ self.weight).tanh() + state * ~first
+        return self.state
+
+
+@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=3), sb.Rank1(members=3)])
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+@torch.no_grad()
+def test_layers_that_keep_a_state_of_all_rows_are_not_run_on_some(config: Any) -> None:
+    net = Net(lambda net, x, first: net.b(net.a(net.cell(x, first))), cell=Remembers())
+    net, first = sb.bayesianize(net, config).eval(), torch.ones(5, 1, dtype=torch.bool)
+    with sb.frozen(net):
+        wanted = [sb.write_out(net, j)(X, first) for j in range(3)]
+        for _ in range(2):
+            assert_rows_of_draws(net(X, first), wanted, 0)
+            torch.testing.assert_close(sb.sample(net, X, first), torch.stack(wanted))
