@@ -162,3 +162,59 @@ def test_layers_that_keep_a_state_of_all_rows_are_not_run_on_some(config: Any) -
         for _ in range(2):
             assert_rows_of_draws(net(X, first), wanted, 0)
             torch.testing.assert_close(sb.sample(net, X, first), torch.stack(wanted))
+
+
+def follow(net: Any, x: Tensor) -> Tensor:
+    """A target network follows another at each call, as in contrastive learning."""
+    if net.training:
+        with torch.no_grad():
+            for own, other in zip(net.target.parameters(), net.a.parameters(), strict=True):
+                net.write(own, other)
+    return net.b(net.a(x) + net.target(x))
+
+
+@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=3), sb.Rank1(members=3), sb.Ensemble(members=3)])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda own, other: own.lerp_(other, 0.5),
+        lambda own, other: own.data.mul_(0.5).add_(other.data, alpha=0.5),
+        lambda own, other: setattr(own, "data", own.data * 0.5 + other.data * 0.5),
+    ],
+)
+def test_trials_leave_parameters_that_a_forward_writes_to_as_they_were(config: Any, write: Any) -> None:
+    net = sb.bayesianize(Net(follow, target=nn.Linear(4, 8), write=write), config).train()
+    kept, wanted = net.target.weight.data, 0.5 * (net.target.weight + net.a.weight).detach()
+    kept_before = kept.clone()
+    sb.sample(net, X)
+    torch.testing.assert_close(net.target.weight.detach(), wanted)  # once, not by each run of the proof
+    if net.target.weight.data_ptr() != kept.data_ptr():
+        torch.testing.assert_close(kept, kept_before)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.write = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.write.weight = self.read.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.write(self.read(x).tanh())
+
+
+def test_tied_layers_that_are_converted_apart_are_told() -> None:
+    sb.bayesianize(Tied(), {"read": sb.MeanField(), "write": sb.BatchEnsemble(members=2)})(X)  # in one call: one draw
+    net = Tied()
+    sb.bayesianize(net.read, sb.MeanField()), sb.bayesianize(net.write, sb.BatchEnsemble(members=2))
+    with pytest.warns(sb.SlimbayesWarning, match="have one weight, but were converted in different calls"):
+        sb.sample(net, X)
+
+
+def test_weights_that_a_model_keeps_in_a_list_are_told_to_be_as_they_were() -> None:
+    def run(net: Any, x: Tensor) -> Tensor:
+        return net.b(F.linear(x, net.weights[0], net.a.bias))
+
+    net = Net(run)
+    net.weights = [net.a.weight]
+    with pytest.warns(UserWarning, match="never called: a"):
+        sb.sample(sb.bayesianize(net, sb.MeanField()), X)

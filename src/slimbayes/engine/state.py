@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from slimbayes.engine.modules import Keyed, modules_of, torch_or_own
@@ -128,13 +129,53 @@ class State:
                             _fill(value, old)
 
 
+class Parameters(TorchFunctionMode):
+    """Parameters that are written to, as target networks are in a forward, are afterwards as they were."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.places = model, {}
+        self.written: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # parameter, its numbers, and a copy of these
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in _WRITES or (name[-1:] == "_" and name[-2:] != "__"):
+            self._keep(args[0] if args else kwargs.get("input"))
+        if "out" in kwargs:
+            self._keep(kwargs["out"])
+        return func(*args, **kwargs)
+
+    def _keep(self, target: Any) -> None:
+        for one in target if isinstance(target, (list, tuple)) else [target]:
+            if type(one) not in (Tensor, nn.Parameter) or not _comparable(one.data):
+                continue
+            if not self.places:
+                plain = [p for p in self.model.parameters() if type(p) is nn.Parameter and _comparable(p.data)]
+                for p in plain:
+                    self.places.setdefault(p.untyped_storage().data_ptr(), []).append(p)
+            for p in self.places.get(one.untyped_storage().data_ptr(), ()):
+                self.written.setdefault(id(p), (p, p.data, p.data.clone()))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for p, data, old in self.written.values():
+            p.data = data
+            data.copy_(old)
+
+
+_WRITES = {"__set__", "__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow"))}
+
+
 @contextmanager
 def kept(model: nn.Module) -> Iterator[State]:
-    """What modules keep is afterwards as it was, as are random numbers of Python, numpy and the modules' own."""
+    """What modules keep and parameters are afterwards as they were, as are random numbers of Python, numpy and the
+    modules' own.
+    """
     state, python, arrays = State(model, every=True), random.getstate(), np.random.get_state()
     own = [(v, v.get_state()) for held in state.before for v in held.values() if isinstance(v, torch.Generator)]
     try:
-        yield state
+        with Parameters(model):
+            yield state
     finally:
         state.restore()
         random.setstate(python)

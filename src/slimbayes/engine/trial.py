@@ -24,6 +24,7 @@ from slimbayes.engine.quiet import Quiet, inside_func
 from slimbayes.engine.sharing import plain_modules
 from slimbayes.engine.state import State, kept, same_changes
 from slimbayes.engine.tree import UNORDERED, attributes_of, opened, without_cache
+from slimbayes.errors import SlimbayesWarning
 
 _UNDER_WAY: ContextVar[bool] = ContextVar("slimbayes_trial", default=False)
 
@@ -131,6 +132,8 @@ def forgetting(posteriors: Any, inputs: Any) -> Iterator[None]:
     """
     model, mode = posteriors.tree.modules[0], (posteriors.tree.modules[0].training, torch.is_grad_enabled())
     with _CACHES if posteriors.keeps.get(mode) else nullcontext():
+        if not posteriors.keeps:
+            _tell_of_ties(posteriors.tree.modules)
         state = State(model)
         try:
             yield
@@ -139,6 +142,23 @@ def forgetting(posteriors: Any, inputs: Any) -> Iterator[None]:
                 posteriors.keeps[mode] = changed and _marked(model, posteriors, inputs, state)
         finally:
             state.forget()
+
+
+def _tell_of_ties(modules: Sequence[nn.Module]) -> None:
+    """Say which layers have one weight and were converted apart, so that each draws it anew."""
+    owners: dict[int, Any] = {}
+    layers: list[Any] = [m for m in modules if "posterior" in m._modules]
+    for layer in layers:
+        for weight in [p for p in layer._parameters.values() if p is not None and p.dim() > 1]:
+            other, own = owners.setdefault(id(weight), layer), {id(p) for p in layer.posteriors()}
+            if own.isdisjoint(map(id, other.posteriors())):
+                warnings.warn(
+                    f"{layer.bayes_name} ({type(layer).__name__}) and {other.bayes_name} ({type(other).__name__}) "
+                    f"have one weight, but were converted in different calls: each draws it by itself, and no plain "
+                    f"model is like that. Convert both in one call of bayesianize, or give one a weight of its own.",
+                    SlimbayesWarning,
+                    stacklevel=9,
+                )
 
 
 def _marked(model: nn.Module, posteriors: Sequence[Any], inputs: Any, state: State) -> bool:
