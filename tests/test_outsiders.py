@@ -10,6 +10,7 @@ from oracle import assert_rows_of_draws
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
 
@@ -131,6 +132,8 @@ def test_layers_are_pruned_after_their_conversion_and_pruning_made_permanent(con
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
 def test_scripted_parts_are_left_alone() -> None:
     net = Net(lambda net, x: net.b(net.part(x)), part=torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.Tanh())))
+    with pytest.raises(ValueError, match="found none"):
+        sb.bayesianize(net, sb.MCDropout())
     net = sb.bayesianize(net, sb.BatchEnsemble(members=3), include="b").eval()
     with sb.frozen(net):
         wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
@@ -218,3 +221,22 @@ def test_weights_that_a_model_keeps_in_a_list_are_told_to_be_as_they_were() -> N
     net.weights = [net.a.weight]
     with pytest.warns(UserWarning, match="never called: a"):
         sb.sample(sb.bayesianize(net, sb.MeanField()), X)
+
+
+@pytest.mark.parametrize("config", [sb.MeanField(estimator="local"), sb.MCDropout(), sb.DropConnect(), sb.Rank1()])
+@pytest.mark.parametrize("fold", ["auto", False])
+def test_what_is_drawn_late_from_a_seed_is_the_same_when_it_is_recomputed(config: Any, fold: Any) -> None:
+    gradients = []
+    for reentrant in (None, True, False):
+
+        def run(net: Any, x: Tensor, how: Any = reentrant) -> Tensor:
+            part = nn.Sequential(net.a, net.drop, nn.Tanh())
+            return net.b(part(x) if how is None else checkpoint(part, x, use_reentrant=how))
+
+        torch.manual_seed(0)
+        net, x = sb.bayesianize(Net(run, drop=nn.Dropout(0.5)), config), X.clone().requires_grad_()
+        out = sb.sample(net, x, draws=3, seed=5, fold=fold)
+        (out * torch.arange(1.0, out.numel() + 1).view(out.shape)).sum().backward()
+        gradients.append([x.grad, *(p.grad for p in net.parameters() if p.grad is not None)])
+    for found in gradients[1:]:
+        torch.testing.assert_close(found, gradients[0])

@@ -69,12 +69,12 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
             except Exception as error:
                 first = first or f"{type(error).__name__} when every row came twice: {trial.first_line(error)}"
             else:
+                if looped and guess.lead[1]:  # steps of rows that run by themselves
+                    layout = replace(layout, apart=False, why=first)
                 try:
                     proof.verify()
                     counts = model.training and any(getattr(m, "scale_grad_by_freq", False) for m in model.modules())
                     why = "an embedding divides gradients by how often a word occurs, which is more often in all draws"
-                    if looped and guess.lead[1]:  # steps of rows that run by themselves
-                        layout = replace(layout, apart=False, why=first)
                     return replace(layout, folds=False, why=why) if counts else layout
                 except (Mixed, passes.Unproven) as error:
                     first, mixed = first or str(error), True
