@@ -162,7 +162,7 @@ def _bare_pass(posteriors: Sequence[Any], rows: int, layout: Layout | None, firs
     return noise.draw(posteriors, new)
 
 
-def finish(new: Pass, posteriors: Sequence[Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def finish(new: Pass, posteriors: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the draws of a pass, run, and let a backward pass find them again."""
     tree = getattr(posteriors, "tree", None)  # of all posteriors under a module, outside of a compiler
     looks = tree is not None and posteriors.keeps.get((tree.modules[0].training, torch.is_grad_enabled()), True)

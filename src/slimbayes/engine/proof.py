@@ -58,18 +58,18 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
     inputs = tree_map(without_cache, inputs)
     with trial.undisturbed(model, inputs):
         for tried, guess in enumerate(trial.hypotheses(inputs, batch_dim)):
-            proof = Proof(model, inputs, posteriors, guess)
+            proof, along = Proof(model, inputs, posteriors, guess), (guess.lead or (0, 0))[1]
             try:
                 layout = proof.run()
             except Continues as error:
                 return replace(proof.layout, why=str(error), mixed=True)
             except Mixed as error:
                 first, mixed = first or str(error), True
-                looped = looped or (tried == 0 and guess.lead[1] == 0 and proof.one_by_one())
+                looped = looped or (tried == 0 and not along and proof.one_by_one())
             except Exception as error:
                 first = first or f"{type(error).__name__} when every row came twice: {trial.first_line(error)}"
             else:
-                if looped and guess.lead[1]:  # steps of rows that run by themselves
+                if looped and along:  # steps of rows that run by themselves
                     layout = replace(layout, apart=False, why=first)
                 try:
                     proof.verify()

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from slimbayes.engine.modules import Keyed, modules_of, torch_or_own
+from slimbayes.engine.quiet import inside_func
 
 _GROWS = (list, dict, set, deque)
 _PLAIN = {int, float, str, bool, bytes, type(None)}  # of which vocabularies have many
@@ -134,7 +135,8 @@ class Parameters(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.places = model, {}
+        self.model = model
+        self.places: dict[int, list[nn.Parameter]] = {}
         self.written: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # parameter, its numbers, and a copy of these
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -147,11 +149,10 @@ class Parameters(TorchFunctionMode):
 
     def _keep(self, target: Any) -> None:
         for one in target if isinstance(target, (list, tuple)) else [target]:
-            if type(one) not in (Tensor, nn.Parameter) or not _comparable(one.data):
+            if type(one) not in (Tensor, nn.Parameter) or inside_func() or not _comparable(one.data):
                 continue
             if not self.places:
-                plain = [p for p in self.model.parameters() if type(p) is nn.Parameter and _comparable(p.data)]
-                for p in plain:
+                for p in [p for p in self.model.parameters() if type(p) is nn.Parameter and _comparable(p.data)]:
                     self.places.setdefault(p.untyped_storage().data_ptr(), []).append(p)
             for p in self.places.get(one.untyped_storage().data_ptr(), ()):
                 self.written.setdefault(id(p), (p, p.data, p.data.clone()))
