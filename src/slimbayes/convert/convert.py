@@ -16,6 +16,7 @@ from slimbayes.convert.plan import Decision, Selection, plan, refuse
 from slimbayes.convert.remarks import refuse_fixed_code, report_functional_dropout, report_members, report_signs
 from slimbayes.convert.training import Train, freeze, modules_to_save
 from slimbayes.engine.locate import LATEST, unwrapped
+from slimbayes.engine.state import MARKED
 from slimbayes.layers import class_for
 from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import copied_class
@@ -138,7 +139,7 @@ def debayesianize(model: Model) -> Model:
             _restore(layer, layer.posterior)
         elif isinstance(layer, Opens):
             layer.__class__ = class_before(type(layer))
-        for kept in ("_slimbayes_rows", *LATEST.values(), "_slimbayes_tree", MARK):
+        for kept in ("_slimbayes_rows", *LATEST.values(), "_slimbayes_tree", MARK, MARKED):
             layer.__dict__.pop(kept, None)
         conversion: Conversion | None = layer.__dict__.pop("_slimbayes", None)
         if conversion is not None:

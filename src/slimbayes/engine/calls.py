@@ -9,6 +9,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from slimbayes.engine.locate import layout_of as layout_of
 from slimbayes.engine.modules import planned
 from slimbayes.engine.passes import Pass, Unproven
 from slimbayes.engine.tree import check_caches, fresh, stack_draws
+from slimbayes.engine.trial import forgetting
 from slimbayes.errors import SlimbayesWarning
 
 Fold = Literal["auto"] | bool
@@ -160,9 +162,12 @@ def _bare_pass(posteriors: Sequence[Any], rows: int, layout: Layout | None, firs
     return noise.draw(posteriors, new)
 
 
-def finish(new: Pass, posteriors: Sequence[Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def finish(new: Pass, posteriors: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the draws of a pass, run, and let a backward pass find them again."""
-    out = passes.run(new, _drawn, posteriors, new, function, args, kwargs)
+    tree = getattr(posteriors, "tree", None)  # of all posteriors under a module, outside of a compiler
+    looks = tree is not None and posteriors.keeps.get((tree.modules[0].training, torch.is_grad_enabled()), True)
+    with forgetting(posteriors, (args, kwargs)) if looks else nullcontext():
+        out = passes.run(new, _drawn, posteriors, new, function, args, kwargs)
     notice(posteriors, new, function)
     passes.remember(out, new)
     return out
@@ -273,14 +278,7 @@ def unfold(layout: Layout, error: Unproven, fold: Fold = "auto") -> None:
 
 
 def run_draws(
-    model: nn.Module,
-    posteriors: Sequence[Any],
-    args: Any,
-    kwargs: Any,
-    new: Pass,
-    layout: Layout,
-    folds: bool,
-    tile: bool = True,
+    model: nn.Module, posteriors: Any, args: Any, kwargs: Any, new: Pass, layout: Layout, folds: bool, tile: bool = True
 ) -> Any:
     """Outputs (S, B, ...) of a pass: all draws in one forward, or one after another."""
     total, own = new.draws or 1, (lambda inputs: inputs) if torch.compiler.is_compiling() else fresh

@@ -39,6 +39,7 @@ class Posteriors(list[Any]):
         self.plans: dict[Hashable, Any] = {}
         self.anchors: list[tuple[dict[str, Any], str]] | None = None  # where each posterior keeps its anchor
         self.tree: Tree | None = None  # that they are all the posteriors of
+        self.keeps: dict[Any, bool] = {}  # by mode, whether modules keep something computed from drawn weights
 
 
 def planned(posteriors: Sequence[Any], key: Hashable, make: Callable[[], T]) -> T:

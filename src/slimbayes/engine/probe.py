@@ -22,6 +22,10 @@ class Mixed(Exception):
     """A hypothesis about rows does not hold; the text says why."""
 
 
+class Continues(Exception):
+    """What one draw leaves in the modules would lead the next; the text says what."""
+
+
 @dataclass(eq=False)
 class Visit:
     """One call of a converted module in a run of the proof."""

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from slimbayes.engine import noise, passes
+from slimbayes.engine import noise, passes, trial
 from slimbayes.engine.layout import Dims, Layout, arrays_of, leaves_of, map_arrays, padded, tree_map
 from slimbayes.engine.probe import (
+    Continues,
     Mixed,
     Probe,
     doubled,
@@ -41,7 +42,6 @@ from slimbayes.engine.probe import (
 from slimbayes.engine.quiet import Quiet, captured, inside_func
 from slimbayes.engine.state import kept
 from slimbayes.engine.tree import opened, stack_draws, without_cache
-from slimbayes.engine.trial import apart, copied, first_line, hypotheses, no_autocast, probed, undisturbed, what_lasts
 
 
 def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: int | None) -> Layout:
@@ -54,20 +54,23 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
         raise RuntimeError(
             "The rows of this kind of input are not located yet: call the model once before a CUDA graph is captured."
         )
-    first, mixed, keeps = "", False, False
+    first, mixed, keeps, looped = "", False, False, False
     inputs = tree_map(without_cache, inputs)
-    with undisturbed(model, inputs):
-        for tried, guess in enumerate(hypotheses(inputs, batch_dim)):
-            proof = Proof(model, inputs, posteriors, guess)
+    with trial.undisturbed(model, inputs):
+        for tried, guess in enumerate(trial.hypotheses(inputs, batch_dim)):
+            proof, along = Proof(model, inputs, posteriors, guess), (guess.lead or (0, 0))[1]
             try:
                 layout = proof.run()
             except Continues as error:
                 return replace(proof.layout, why=str(error), mixed=True)
             except Mixed as error:
                 first, mixed = first or str(error), True
+                looped = looped or (tried == 0 and not along and proof.one_by_one())
             except Exception as error:
-                first = first or f"{type(error).__name__} when every row came twice: {first_line(error)}"
+                first = first or f"{type(error).__name__} when every row came twice: {trial.first_line(error)}"
             else:
+                if looped and along:  # steps of rows that run by themselves
+                    layout = replace(layout, apart=False, why=first)
                 try:
                     proof.verify()
                     counts = model.training and any(getattr(m, "scale_grad_by_freq", False) for m in model.modules())
@@ -78,23 +81,19 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
                 except ValueError:
                     return layout  # a posterior refuses what it met: the call itself will say so
                 except (RuntimeError, IndexError) as error:  # experts that get other rows of each draw
-                    first = first or f"{type(error).__name__} when two draws came together: {first_line(error)}"
+                    first = first or f"{type(error).__name__} when two draws came together: {trial.first_line(error)}"
             keeps = keeps or proof.layout.keeps
             if tried > 20:
                 break
         # Inputs that the model cannot take say nothing about others of their kind: the call itself will fail.
         fails = False
         try:
-            probed(model, posteriors, inputs, 1)
+            trial.probed(model, posteriors, inputs, 1)
         except Exception as error:
             fails = not isinstance(error, Mixed)
-    lead = next((h.lead for h in hypotheses(inputs, batch_dim)), None)
+    lead = next((h.lead for h in trial.hypotheses(inputs, batch_dim)), None)
     first = first or "no input has a dimension that could hold rows"
     return Layout(why=first, lead=lead, told=fails, mixed=mixed, keeps=keeps)
-
-
-class Continues(Exception):
-    """What one draw leaves in the modules would lead the next; the text says what."""
 
 
 class Proof:
@@ -115,7 +114,7 @@ class Proof:
         layout.most = layout.size(self.inputs, 2)
         single, out1 = self._probe(self.inputs)
         layout.keeps, layout.objects = bool(single.changes), single.objects
-        if lasts := what_lasts(self.model, self.posteriors, self.inputs, single, out1):
+        if lasts := trial.what_lasts(self.model, self.posteriors, self.inputs, single, out1):
             raise Continues(f"it keeps {lasts!r} from one call for the next, which draws cannot share")
         double, out2 = self._probe(layout.tile(self.inputs, 2), single)
         layout.outputs = self._outputs(arrays_of(out1), arrays_of(out2), leaves_of(out1), leaves_of(out2))
@@ -135,6 +134,14 @@ class Proof:
                 raise
         return layout
 
+    def one_by_one(self) -> bool:
+        """Whether rows run by themselves: for every row twice layers are called more often, and outputs double."""
+        try:
+            (few, out1), (many, out2) = map(self._probe, (self.inputs, self.layout.tile(self.inputs, 2)))
+            return len(many.visits) > len(few.visits) and 0 in self._outputs(arrays_of(out1), arrays_of(out2), [], [])
+        except Exception:
+            return False
+
     def _change(self, mask: Tensor, plain: Probe, out: Any) -> Probe:
         """Run [x, x] with other numbers in some rows, and refuse if the others feel it."""
         try:
@@ -149,29 +156,38 @@ class Proof:
         return tainted
 
     def _shift(self, out: Any) -> None:
-        """One row more in front may not change the others: outputs that depend on a row's number would fold wrongly."""
-        args = self.layout.one_more(self.inputs)
-        try:
-            shifted = arrays_of(self._probe(args)[1])
-        except Mixed:
-            raise
-        except Exception as error:
-            raise Mixed(f"{type(error).__name__} when one row more came: {first_line(error)}") from error
-        pairs = zip(map(padded, arrays_of(out)), map(padded, shifted), self.layout.outputs, strict=True)
-        for i, (a, b, dim) in enumerate(pairs):
-            if dim is not None and a.shape[dim] % self.rows:
-                raise Mixed(f"output {i} of shape {tuple(a.shape)} has no entry for each row")
-            each = 0 if dim is None else a.shape[dim] // self.rows
-            rest = b if dim is None else b.narrow(dim, each, b.shape[dim] - each)
-            if rest.shape != a.shape:
-                raise Mixed(f"output {i} of shape {tuple(a.shape)} does not get one row more for one row more")
-            if not self._close(rest, a):
-                self.layout.folds = False
-                raise Mixed(f"output {i} of shape {tuple(a.shape)} changes when one row more comes in front")
+        """One row more in front may not change the others: outputs that depend on a row's number would fold wrongly.
+        Nor may some rows be others alone where copied modules see theirs alone: some cut all to the longest.
+        """
+        half, copies = self.rows // 2, any(hasattr(p.layer, "copied_names") for p in self.posteriors)
+        parts = ((0, half), (half, self.rows - half)) if copies else ()
+        chosen = [(self.layout.narrow(self.inputs, *part), 0, *part, "some of the rows came alone") for part in parts]
+        chosen.insert(0, (self.layout.one_more(self.inputs), 1, 0, self.rows, "one row more came in front"))
+        for inputs, ahead, start, size, when in chosen:
+            try:
+                other = arrays_of(self._probe(inputs)[1])
+            except Mixed:
+                raise
+            except Exception as error:
+                raise Mixed(f"{type(error).__name__} when {when}: {trial.first_line(error)}") from error
+            pairs = zip(map(padded, arrays_of(out)), map(padded, other), self.layout.outputs, strict=True)
+            for i, (a, b, dim) in enumerate(pairs):
+                name = f"output {i} of shape {tuple(a.shape)}"
+                if dim is not None:
+                    if a.shape[dim] % self.rows:
+                        raise Mixed(f"{name} has no entry for each row")
+                    each = a.shape[dim] // self.rows
+                    a = a.narrow(dim, start * each, size * each)
+                    b = b.narrow(dim, ahead * each, b.shape[dim] - ahead * each)
+                if b.shape != a.shape:
+                    raise Mixed(f"{name} has not as many entries as rows when {when}")
+                if (ahead or dim is not None) and not self._close(b, a):
+                    self.layout.folds = not ahead
+                    raise Mixed(f"{name} changes when {when}")
 
     def _probe(self, inputs: Any, before: Probe | None = None, mask: Tensor | None = None) -> tuple[Probe, Any]:
         rows = self.rows * (1 if before is None else 2)
-        return probed(self.model, self.posteriors, inputs, rows, before, mask)
+        return trial.probed(self.model, self.posteriors, inputs, rows, before, mask)
 
     def _outputs(self, first: list[Any], second: list[Any], flat1: list[Any], flat2: list[Any]) -> Dims:
         if len(first) != len(second):
@@ -261,32 +277,24 @@ class Proof:
         if not self.posteriors:
             return
         new = noise.draw(self.posteriors, passes.Pass(2, 2 * self.rows, rowwise=self.layout.apart))
-        with Quiet(not self.model.training), no_autocast({p.device.type for p in self.posteriors}):
+        with Quiet(not self.model.training), trial.no_autocast({p.device.type for p in self.posteriors}):
             folded = new.view(new.rows, self.layout)
             passes.run(folded, noise.realise, self.posteriors, folded)
-            args, kwargs = copied(self.layout.tile(self.inputs, 2))
+            args, kwargs = trial.copied(self.layout.tile(self.inputs, 2))
             with kept(self.model):
                 out = tree_map(padded, opened(passes.run(folded, self.model, *args, **kwargs)))
                 together = arrays_of(self.layout.split(out, 2, self.rows))
             parts = []
             for j in range(2):
-                args, kwargs = copied(self.inputs)
+                args, kwargs = trial.copied(self.inputs)
                 one = new.single(j, self.layout)
                 passes.run(one, noise.realise, self.posteriors, one)
                 with kept(self.model):
                     parts.append(tree_map(padded, opened(passes.run(one, self.model, *args, **kwargs))))
         for i, (a, b) in enumerate(zip(together, arrays_of(stack_draws(parts)), strict=True)):
             if not self._close(a, b):
-                off = f"{apart(a, b):.2g} of its size"
+                off = f"{trial.apart(a, b):.2g} of its size"
                 raise Mixed(f"output {i} of folded draws differs from that of single ones by {off}")
 
     def _close(self, a: Tensor, b: Tensor) -> bool:
-        return a.shape == b.shape and apart(a, b) <= self.tolerance
-
-    @property
-    def tolerance(self) -> float:
-        kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
-        if kinds & {torch.bfloat16, torch.float16}:
-            return 0.1
-        on_gpu = any(p.is_cuda for p in self.model.parameters())
-        return 1e-6 if kinds == {torch.float64} else 1e-2 if on_gpu else 1e-3
+        return a.shape == b.shape and trial.apart(a, b) <= trial.tolerance(self.model)

@@ -4,6 +4,7 @@ Random functions give constants, dropout gives its input, and batch norm uses it
 while it trains. It also sees which layers' weights are used past the layer's own forward.
 """
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class Quiet(TorchFunctionMode):
         self.compared: dict[int, tuple[Tensor, float]] = {}
         # Weights handed out past a layer's forward, and the layer's name.
         self.watched: dict[int, tuple[Tensor, str]] = {}
-        self.used: dict[str, None] = {}  # names of layers whose weights were then used
+        self.used: Counter[str] = Counter()  # names of layers whose weights were then used, and how often
 
     def watch(self, weight: Tensor, name: str) -> Tensor:
         """A weight that somebody reads: a use of it, other than for its shape or type, is noted."""
@@ -127,7 +128,7 @@ class Quiet(TorchFunctionMode):
             if isinstance(value, (tuple, list)):
                 self._note_uses(list(value))
             elif isinstance(value, Tensor) and id(value) in self.watched:
-                self.used[self.watched[id(value)][1]] = None
+                self.used[self.watched[id(value)][1]] += 1
 
 
 def inside_func() -> bool:

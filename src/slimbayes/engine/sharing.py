@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.jit import ScriptModule
 
 from slimbayes.engine import passes
 from slimbayes.engine.layout import map_arrays
@@ -25,7 +26,7 @@ def plain_modules(model: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
-        if hasattr(type(module), "plain_forward"):
+        if hasattr(type(module), "plain_forward") or isinstance(module, ScriptModule):
             return
         heavy = any(p.dim() > 1 for p in module.parameters())
         if heavy and passes.first_key(module) is None and type(module).forward is not nn.Module.forward:

@@ -13,13 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from slimbayes.engine.modules import Keyed, modules_of, torch_or_own
+from slimbayes.engine.quiet import inside_func
 
 _GROWS = (list, dict, set, deque)
 _PLAIN = {int, float, str, bool, bytes, type(None)}  # of which vocabularies have many
 _ABSENT = object()
+MARKED = "_slimbayes_cached"  # where a module keeps the names of what it computed from drawn weights
 # By module and name: what is there after a call, or that nothing is, and True if it is another object than before; else
 # what was written into, within it, and copies of that.
 Change = dict[tuple[int, str], tuple[Any, bool]]
@@ -110,14 +113,70 @@ class State:
             if (self.every and isinstance(value, Tensor) and value.is_cuda) or not _same(value, old, version):
                 _fill(value, old)
 
+    def mark(self, places: Iterable[tuple[int, str]]) -> None:
+        """Let `forget` know these attributes: each module has the names of its own."""
+        for i, name in places:
+            if i >= 0:
+                self.modules[i].__dict__.setdefault(MARKED, set()).add(name)
+
+    def forget(self) -> None:
+        """Go back to that moment in what is marked alone."""
+        for module, before in zip(self.modules, self.before, strict=True):
+            for name in module.__dict__.get(MARKED, ()):
+                _put(module, name, before.get(name, _ABSENT))
+                for key in _reached([before.get(name)]):
+                    for value, old, version in [self.values[key]] if key in self.values else []:
+                        if not _same(value, old, version):
+                            _fill(value, old)
+
+
+class Parameters(TorchFunctionMode):
+    """Parameters that are written to, as target networks are in a forward, are afterwards as they were."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.places: dict[int, list[nn.Parameter]] = {}
+        self.written: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # parameter, its numbers, and a copy of these
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in _WRITES or (name[-1:] == "_" and name[-2:] != "__"):
+            self._keep(args[0] if args else kwargs.get("input"))
+        if "out" in kwargs:
+            self._keep(kwargs["out"])
+        return func(*args, **kwargs)
+
+    def _keep(self, target: Any) -> None:
+        for one in target if isinstance(target, (list, tuple)) else [target]:
+            if type(one) not in (Tensor, nn.Parameter) or inside_func() or not _comparable(one.data):
+                continue
+            if not self.places:
+                for p in [p for p in self.model.parameters() if type(p) is nn.Parameter and _comparable(p.data)]:
+                    self.places.setdefault(p.untyped_storage().data_ptr(), []).append(p)
+            for p in self.places.get(one.untyped_storage().data_ptr(), ()):
+                self.written.setdefault(id(p), (p, p.data, p.data.clone()))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for p, data, old in self.written.values():
+            p.data = data
+            data.copy_(old)
+
+
+_WRITES = {"__set__", "__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow"))}
+
 
 @contextmanager
 def kept(model: nn.Module) -> Iterator[State]:
-    """What modules keep is afterwards as it was, as are random numbers of Python, numpy and the modules' own."""
+    """What modules keep and parameters are afterwards as they were, as are random numbers of Python, numpy and the
+    modules' own.
+    """
     state, python, arrays = State(model, every=True), random.getstate(), np.random.get_state()
     own = [(v, v.get_state()) for held in state.before for v in held.values() if isinstance(v, torch.Generator)]
     try:
-        yield state
+        with Parameters(model):
+            yield state
     finally:
         state.restore()
         random.setstate(python)
@@ -233,6 +292,6 @@ def _fill(value: Any, old: Any) -> None:
 def _put(module: nn.Module, name: str, value: Any) -> None:
     place = module._buffers if name in module._buffers else module.__dict__
     if value is _ABSENT:
-        del place[name]
+        place.pop(name, None)
     else:
         place[name] = value

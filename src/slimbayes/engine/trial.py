@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,17 +18,19 @@ from torch.distributions import Distribution
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes
-from slimbayes.engine.layout import Dims, Layout, arrays_of, leaves_of, map_arrays, padded
+from slimbayes.engine.layout import Dims, Layout, arrays_of, leaves_of, map_arrays, padded, tree_map
 from slimbayes.engine.probe import Mixed, Probe, other_numbers
-from slimbayes.engine.quiet import Quiet
+from slimbayes.engine.quiet import Quiet, inside_func
 from slimbayes.engine.sharing import plain_modules
-from slimbayes.engine.state import kept, same_changes
-from slimbayes.engine.tree import UNORDERED, attributes_of, opened
+from slimbayes.engine.state import State, kept, same_changes
+from slimbayes.engine.tree import UNORDERED, attributes_of, opened, without_cache
+from slimbayes.errors import SlimbayesWarning
 
 _UNDER_WAY: ContextVar[bool] = ContextVar("slimbayes_trial", default=False)
 
 
 _LOCK = threading.Lock()
+_CACHES = threading.RLock()  # one call at a time of models that keep something computed from drawn weights
 _VALIDATED: list[bool] = []  # as it was before each of the trials under way, in whatever thread
 
 
@@ -87,6 +90,22 @@ def probed(
     taint: Tensor | None = None,
 ) -> tuple[Probe, Any]:
     """Run the plain model once, with everything random in it made constant: what was met, and the outputs."""
+    probe, out = _tried(model, posteriors, inputs, rows, before, taint)
+    if probe.quiet.used:
+        raise Mixed(f"the weight of {next(iter(probe.quiet.used))} is used past the layer's own forward")
+    if before is not None and len(before.visits) != len(probe.visits):
+        raise Mixed(f"{before.visits[-1].name} and other layers are not called alike for more rows")
+    return probe, out
+
+
+def _tried(
+    model: nn.Module,
+    posteriors: Sequence[Any],
+    inputs: Any,
+    rows: int = 1,
+    before: Probe | None = None,
+    taint: Tensor | None = None,
+) -> tuple[Probe, Any]:
     quiet = Quiet(not model.training)
     probe = Probe([p.key for p in posteriors], quiet, before, taint)
     probe.rows = rows
@@ -98,11 +117,69 @@ def probed(
         leaves = leaves_of(out)
         probe.objects, out = any(isinstance(leaf, UNORDERED) or attributes_of(leaf) for leaf in leaves), opened(out)
         probe.changes = state.changes() if before is None else {}
-    if quiet.used:
-        raise Mixed(f"the weight of {next(iter(quiet.used))} is used past the layer's own forward")
-    if before is not None and len(before.visits) != len(probe.visits):
-        raise Mixed(f"{before.visits[-1].name} and other layers are not called alike for more rows")
     return probe, out
+
+
+def _used(probe: Probe) -> Counter[str]:
+    """How often a run called each converted layer, or used a weight of it."""
+    return Counter(visit.key for visit in probe.visits) + probe.quiet.used
+
+
+@contextmanager
+def forgetting(posteriors: Any, inputs: Any) -> Iterator[None]:
+    """A call after which modules have nothing left that they computed from drawn weights and would take for the next
+    one's, such as a product of two or the features of a prompt: that has other draws. Looked for once in each mode.
+    """
+    model, mode = posteriors.tree.modules[0], (posteriors.tree.modules[0].training, torch.is_grad_enabled())
+    with _CACHES if posteriors.keeps.get(mode) else nullcontext():
+        if not posteriors.keeps:
+            _tell_of_ties(posteriors.tree.modules)
+        state = State(model)
+        try:
+            yield
+            if mode not in posteriors.keeps and not inside_func():
+                changed = bool(state.own and state.changes())
+                posteriors.keeps[mode] = changed and _marked(model, posteriors, inputs, state)
+        finally:
+            state.forget()
+
+
+def _tell_of_ties(modules: Sequence[nn.Module]) -> None:
+    """Say which layers have one weight and were converted apart, so that each draws it anew."""
+    owners: dict[int, Any] = {}
+    layers: list[Any] = [m for m in modules if "posterior" in m._modules]
+    for layer in layers:
+        for weight in [p for p in layer._parameters.values() if p is not None and p.dim() > 1]:
+            other, own = owners.setdefault(id(weight), layer), {id(p) for p in layer.posteriors()}
+            if own.isdisjoint(map(id, other.posteriors())):
+                warnings.warn(
+                    f"{layer.bayes_name} ({type(layer).__name__}) and {other.bayes_name} ({type(other).__name__}) "
+                    f"have one weight, but were converted in different calls: each draws it by itself, and no plain "
+                    f"model is like that. Convert both in one call of bayesianize, or give one a weight of its own.",
+                    SlimbayesWarning,
+                    stacklevel=9,
+                )
+
+
+def _marked(model: nn.Module, posteriors: Sequence[Any], inputs: Any, state: State) -> bool:
+    """Mark what a call left in the modules that spares the next one a converted layer; says whether there is any."""
+    after, inputs = state.changes(), tree_map(without_cache, inputs)
+    with undisturbed(model, inputs):
+        try:
+            state.restore()
+            first, found = _tried(model, posteriors, inputs)[0], []
+            for changes in (first.changes, *({place: change} for place, change in first.changes.items())):
+                state.write(changes)
+                spared = _used(first) - _used(_tried(model, posteriors, inputs)[0])
+                if not spared and changes is first.changes:
+                    break
+                found += [*changes] if spared and len(changes) == 1 else []
+            state.mark(found)
+        except Exception:  # inputs that the model has written into, or a state that does not fit them any more
+            return False
+        finally:
+            state.write(after)
+    return bool(found)
 
 
 def copied(inputs: Any) -> Any:
@@ -142,6 +219,15 @@ def apart(a: Tensor, b: Tensor) -> float:
         return float((a != b).any())
     a, b = a.double().nan_to_num(0.123, 1e30, -1e30), b.double().nan_to_num(0.123, 1e30, -1e30)
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+
+
+def tolerance(model: nn.Module) -> float:
+    """How far apart outputs may be that ought to be the same."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if kinds & {torch.bfloat16, torch.float16}:
+        return 0.1
+    on_gpu = any(p.is_cuda for p in model.parameters())
+    return 1e-6 if kinds == {torch.float64} else 1e-2 if on_gpu else 1e-3
 
 
 def hypotheses(inputs: Any, batch_dim: int | None) -> Iterator[Layout]:

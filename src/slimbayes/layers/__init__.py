@@ -7,6 +7,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+import torch
 from torch import nn
 
 from slimbayes.layers.anything import any_class, has_bias, matrices_of, scales_of
@@ -39,7 +40,7 @@ def class_for(layer: nn.Module, covers: Sequence[Kind]) -> type[BayesLayer] | No
     known = bayes_class(layer)
     if known is not None:
         return known if known.bayes_kind in covers else None
-    if type(layer).forward is nn.Module.forward:
+    if isinstance(layer, torch.jit.ScriptModule) or type(layer).forward is nn.Module.forward:
         return None
     if is_quantised(layer):
         return formed(Quantised, type(layer)) if "quantised" in covers else None

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 from slimbayes.engine import passes
 from slimbayes.engine.layout import arrays_of, map_arrays, tree_map
 from slimbayes.engine.rows import LinearMap, sizes_of_blocks
+from slimbayes.engine.state import State
 from slimbayes.layers.base import BayesLayer, made_once, reading
 from slimbayes.layers.site import Kind, Site, has, own_value
 
@@ -150,6 +151,7 @@ class AnyLayer(BayesLayer):
         rows = next((a.shape[d] for a, d in zip(arrays, ins, strict=True) if d is not None), found.rows)
         sizes = sizes_of_blocks(rows, lead.drawn, found)
         parts, start, counter = [], 0, iter(range(10**9))
+        before = State(self) if found.layout.keeps else None
 
         def narrow(i: int, leaf: Tensor) -> Tensor:
             dim = ins[i]
@@ -162,6 +164,9 @@ class AnyLayer(BayesLayer):
             if size or len(sizes) == 1:
                 out = self._with(j, *map_arrays(narrow, (args, kwargs)))
                 parts.append(map_arrays(lambda i, y: y.expand(size, *y.shape[1:]), out) if whole else out)  # noqa: B023
+                if before is not None and before.changes():
+                    before.restore()
+                    raise Unproven(f"{self.bayes_name} keeps something of a call, which is to be of all rows")
             start += size
 
         def join(*leaves: Any) -> Any:

@@ -175,8 +175,9 @@ class BayesLayer(Converted):
     def drawn_value(self, name: str) -> Any:
         """A parameter as drawn in this pass, for code that uses it past the layer's forward."""
         found = passes.of(self.bayes_key)
-        if found is not None and not torch.compiler.is_compiling():
-            found.met[self.bayes_key] = None
+        weights = [site.parameter for site in self.sites()]
+        if found is not None and name in weights and not torch.compiler.is_compiling():
+            found.met[self.bayes_key] = None  # not for its bias alone: its weight may be kept elsewhere
             self.posteriors()[0].note = "its weight is used past the layer's own forward"
         for site in self.sites():
             posterior: Any = self.posterior[site.name]
@@ -203,7 +204,10 @@ def reading(name: str) -> property:
     def put(layer: Any, value: Any) -> None:
         layer.__dict__[name] = value
 
-    return property(get, put)
+    def drop(layer: Any) -> None:
+        del layer.__dict__[name]
+
+    return property(get, put, drop)
 
 
 def sites_of(cls: type[BayesLayer], layer: Any) -> list[Site]:

@@ -267,6 +267,9 @@ def _join(outputs: list[Any], back: Tensor, total: int, dims: Any) -> Any:
         dim = dims[i] if i < len(dims) else None
         if dim is None:
             return leaves[0]
+        sizes = {(*leaf.shape[:dim], *leaf.shape[dim + 1 :]) for leaf in leaves}
+        if len(sizes) > 1 and not torch.compiler.is_compiling():  # padded to the longest of a member's rows
+            raise Unproven(f"members give outputs of other sizes for their rows than for all, {sorted(sizes)[:3]}")
         return _select(torch.cat(leaves, dim), dim, total, back)
 
     return tree_map(join, *outputs)

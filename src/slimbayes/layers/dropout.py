@@ -81,8 +81,8 @@ def _dropout_calls(cls: type[nn.Module]) -> list[str]:
     """Names of the functions of torch that a class's forward calls for dropout, in order."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls.forward)))
-    except (OSError, TypeError, SyntaxError, IndentationError):
-        return []  # no source: defined in a console or compiled
+    except (AttributeError, OSError, TypeError, SyntaxError, IndentationError):
+        return []  # no source: defined in a console, compiled or scripted
     calls = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):

@@ -219,7 +219,7 @@ class Posterior(Keyed, ABC):
         """
         current, sizes = self.current, list(shape)
         if current.index is None or dim is None:
-            return make(sizes)
+            return self._made_once(lambda: make(sizes))
         every = [n * current.total if d == dim else n for d, n in enumerate(sizes)]
         return self._made_here(lambda: make(every)).narrow(dim, current.index * sizes[dim], sizes[dim])
 
@@ -227,12 +227,17 @@ class Posterior(Keyed, ABC):
         """What `drawn_late` gives to a kernel: a seed for numbers of rows, and which of them is the first here."""
         current = self.current
         if current.index is None:
-            return kernel_seed(self.device, current), 0
+            return self._made_once(lambda: kernel_seed(self.device, current)), 0
         return self._made_here(lambda: kernel_seed(self.device, current)), current.index * rows
 
-    def _made_here(self, make: Callable[[], Tensor]) -> Tensor:
+    def _made_once(self, make: Callable[[], Tensor]) -> Tensor:
+        """What this draw makes: gradient checkpointing brings torch's generators back, not the stream of a seed."""
+        kept = self.current.stream is not None and not torch.compiler.is_compiling()
+        return self._made_here(make, f"{self.key} {self.current.index}") if kept else make()
+
+    def _made_here(self, make: Callable[[], Tensor], key: str = "") -> Tensor:
         """What the first of several draws made at this place of the forward."""
-        made, place = self.current.masks.setdefault(self.key, []), self.place_in_forward()
+        made, place = self.current.masks.setdefault(key or self.key, []), self.place_in_forward()
         while len(made) <= place:
             made.append(make())
         return made[place]

@@ -1,0 +1,242 @@
+"""Faults met by a sceptical user of models nobody here wrote: each against written-out weights or a slow answer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import assert_rows_of_draws
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+import slimbayes as sb
+
+X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+MEMBERS = [sb.BatchEnsemble(members=3), sb.Ensemble(members=3)]
+
+
+class Net(nn.Module):
+    """Two dense layers and what to do with them."""
+
+    def __init__(self, run: Callable[..., Any], **more: Any) -> None:
+        super().__init__()
+        self.run, self.a, self.b = run, nn.Linear(4, 8), nn.Linear(8, 3)
+        for name, value in more.items():
+            setattr(self, name, value)
+
+    def forward(self, *args: Any) -> Any:
+        return self.run(self, *args)
+
+
+def draws_of(net: nn.Module) -> int:
+    return 3 // sb.members(net)
+
+
+def product(net: Any, x: Tensor) -> Tensor:
+    """Keeps the product of two layers' weights."""
+    if net.kept is None:
+        net.kept = net.b.weight @ net.a.weight
+    return F.linear(x, net.kept)
+
+
+def prompt(net: Any, x: Tensor) -> Tensor:
+    """Keeps the features of a prompt, by its length, as zero-shot classifiers do."""
+    if 2 not in net.kept:
+        net.kept[2] = net.a(torch.ones(2, 4)).mean(0)
+    return net.b(net.a(x) * net.kept[2])
+
+
+def new_name(net: Any, x: Tensor) -> Tensor:
+    if not hasattr(net, "made"):
+        net.made = net.a(torch.ones(1, 4))
+    return net.b(net.a(x) * net.made)
+
+
+@pytest.mark.parametrize("config", [sb.MeanField(scale_init=0.2), sb.BatchEnsemble(members=3), sb.Rank1(members=3)])
+@pytest.mark.parametrize(("run", "kept"), [(product, None), (prompt, {}), (new_name, ())])
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+@torch.no_grad()
+def test_what_was_computed_from_drawn_weights_is_not_kept_for_the_next_draw(config: Any, run: Any, kept: Any) -> None:
+    net = sb.bayesianize(Net(run, kept=kept), config).eval()
+    for seed in range(2):
+        with sb.frozen(net, draws=draws_of(net), seed=seed):
+            wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
+            for fold in ("auto", False):
+                torch.testing.assert_close(sb.sample(net, X, fold=fold), wanted)
+            assert_rows_of_draws(net(X), list(wanted), 0)
+        torch.testing.assert_close(sb.predict(net, X, draws=draws_of(net), seed=seed).samples, wanted.softmax(-1))
+    net(X)
+    assert net.kept == kept and not hasattr(net, "made") and wanted.std(0).min() > 0
+    sb.debayesianize(net)(X)
+    assert net.kept is not None and not any("_slimbayes" in name for name in net.__dict__)
+
+
+def test_what_was_computed_from_inputs_is_kept() -> None:
+    def run(net: Any, x: Tensor) -> Tensor:
+        net.seen.append(len(x))
+        return net.b(net.a(x))
+
+    net = sb.bayesianize(Net(run, seen=[]), sb.MeanField())
+    net(X), net(X[:2])
+    assert net.seen == [5, 2]
+
+
+@pytest.mark.parametrize("config", [*MEMBERS, {".+": sb.Ensemble(members=3)}])
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+@torch.no_grad()
+def test_steps_of_rows_that_run_one_by_one_are_no_rows(config: Any) -> None:
+    net, x = Net(lambda net, x: torch.stack([net.b(net.a(row).tanh()) for row in x])), torch.randn(4, 5, 4)
+    net = sb.bayesianize(net, config).eval()
+    with sb.frozen(net):
+        wanted = [sb.write_out(net, j)(x) for j in range(3)]
+        torch.testing.assert_close(sb.sample(net, x), torch.stack(wanted))
+    assert_rows_of_draws(net(x), wanted, 0)
+
+
+def to_the_longest(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    return net.b(net.a(x[:, : int(lengths.max())]).tanh().mean(1))
+
+
+def packed(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    rows = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return net.b(pad_packed_sequence(net.lstm(rows)[0], batch_first=True)[0])
+
+
+@pytest.mark.parametrize("run", [to_the_longest, packed])
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+@torch.no_grad()
+def test_members_do_not_cut_sequences_to_the_longest_of_their_rows(run: Any) -> None:
+    net = sb.bayesianize(Net(run, lstm=nn.LSTM(4, 8)), sb.Ensemble(members=3)).eval()
+    x, lengths = torch.randn(5, 6, 4), torch.tensor([3, 4, 6, 5, 2])
+    with sb.frozen(net):
+        wanted = [sb.write_out(net, j)(x, lengths) for j in range(3)]
+        torch.testing.assert_close(sb.sample(net, x, lengths), torch.stack(wanted))
+    assert_rows_of_draws(net(x, lengths), wanted, 0)
+
+
+@pytest.mark.parametrize("config", [sb.MeanField(), sb.BatchEnsemble(members=3)])
+def test_layers_are_pruned_after_their_conversion_and_pruning_made_permanent(config: Any) -> None:
+    net = sb.bayesianize(Net(lambda net, x: net.b(net.a(x).tanh())), config).eval()
+    for layer in (net.a, net.b):
+        prune.l1_unstructured(layer, "weight", amount=0.5)
+        prune.remove(layer, "weight")
+    with sb.frozen(net, draws=draws_of(net)):
+        wanted = [sb.write_out(net, j)(X) for j in range(3)]
+        torch.testing.assert_close(sb.sample(net, X), torch.stack(wanted))
+    assert isinstance(net.a._parameters["weight"], nn.Parameter)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+def test_scripted_parts_are_left_alone() -> None:
+    net = Net(lambda net, x: net.b(net.part(x)), part=torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.Tanh())))
+    with pytest.raises(ValueError, match="found none"):
+        sb.bayesianize(net, sb.MCDropout())
+    net = sb.bayesianize(net, sb.BatchEnsemble(members=3), include="b").eval()
+    with sb.frozen(net):
+        wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
+        torch.testing.assert_close(sb.sample(net, X, fold=True), wanted)
+    torch.testing.assert_close(sb.predict(net, X).samples, wanted.softmax(-1))
+
+
+class Remembers(nn.Module):
+    """A layer of a type nobody knows that keeps a state of its rows, and begins anew at the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.state = nn.Parameter(torch.randn(4, 4)), None
+
+    def forward(self, x: Tensor, first: Tensor) -> Tensor:
+        state = torch.zeros_like(x) if self.state is None else self.state
+        self.state = (x @ self.weight).tanh() + state * ~first
+        return self.state
+
+
+@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=3), sb.Rank1(members=3)])
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+@torch.no_grad()
+def test_layers_that_keep_a_state_of_all_rows_are_not_run_on_some(config: Any) -> None:
+    net = Net(lambda net, x, first: net.b(net.a(net.cell(x, first))), cell=Remembers())
+    net, first = sb.bayesianize(net, config).eval(), torch.ones(5, 1, dtype=torch.bool)
+    with sb.frozen(net):
+        wanted = [sb.write_out(net, j)(X, first) for j in range(3)]
+        for _ in range(2):
+            assert_rows_of_draws(net(X, first), wanted, 0)
+            torch.testing.assert_close(sb.sample(net, X, first), torch.stack(wanted))
+
+
+def follow(net: Any, x: Tensor) -> Tensor:
+    """A target network follows another at each call, as in contrastive learning."""
+    if net.training:
+        with torch.no_grad():
+            for own, other in zip(net.target.parameters(), net.a.parameters(), strict=True):
+                net.write(own, other)
+    return net.b(net.a(x) + net.target(x))
+
+
+@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=3), sb.Rank1(members=3), sb.Ensemble(members=3)])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda own, other: own.lerp_(other, 0.5),
+        lambda own, other: own.data.mul_(0.5).add_(other.data, alpha=0.5),
+        lambda own, other: setattr(own, "data", own.data * 0.5 + other.data * 0.5),
+    ],
+)
+def test_trials_leave_parameters_that_a_forward_writes_to_as_they_were(config: Any, write: Any) -> None:
+    net = sb.bayesianize(Net(follow, target=nn.Linear(4, 8), write=write), config).train()
+    kept, wanted = net.target.weight.data, 0.5 * (net.target.weight + net.a.weight).detach()
+    kept_before = kept.clone()
+    sb.sample(net, X)
+    torch.testing.assert_close(net.target.weight.detach(), wanted)  # once, not by each run of the proof
+    if net.target.weight.data_ptr() != kept.data_ptr():
+        torch.testing.assert_close(kept, kept_before)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.write = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.write.weight = self.read.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.write(self.read(x).tanh())
+
+
+def test_tied_layers_that_are_converted_apart_are_told() -> None:
+    sb.bayesianize(Tied(), {"read": sb.MeanField(), "write": sb.BatchEnsemble(members=2)})(X)  # in one call: one draw
+    net = Tied()
+    sb.bayesianize(net.read, sb.MeanField()), sb.bayesianize(net.write, sb.BatchEnsemble(members=2))
+    with pytest.warns(sb.SlimbayesWarning, match="have one weight, but were converted in different calls"):
+        sb.sample(net, X)
+
+
+def test_weights_that_a_model_keeps_in_a_list_are_told_to_be_as_they_were() -> None:
+    def run(net: Any, x: Tensor) -> Tensor:
+        return net.b(F.linear(x, net.weights[0], net.a.bias))
+
+    net = Net(run)
+    net.weights = [net.a.weight]
+    with pytest.warns(UserWarning, match="never called: a"):
+        sb.sample(sb.bayesianize(net, sb.MeanField()), X)
+
+
+@pytest.mark.parametrize("config", [sb.MeanField(estimator="local"), sb.MCDropout(), sb.DropConnect(), sb.Rank1()])
+@pytest.mark.parametrize("fold", ["auto", False])
+def test_what_is_drawn_late_from_a_seed_is_the_same_when_it_is_recomputed(config: Any, fold: Any) -> None:
+    gradients = []
+    for reentrant in (None, True, False):
+
+        def run(net: Any, x: Tensor, how: Any = reentrant) -> Tensor:
+            part = nn.Sequential(net.a, net.drop, nn.Tanh())
+            return net.b(part(x) if how is None else checkpoint(part, x, use_reentrant=how))
+
+        torch.manual_seed(0)
+        net, x = sb.bayesianize(Net(run, drop=nn.Dropout(0.5)), config), X.clone().requires_grad_()
+        out = sb.sample(net, x, draws=3, seed=5, fold=fold)
+        (out * torch.arange(1.0, out.numel() + 1).view(out.shape)).sum().backward()
+        gradients.append([x.grad, *(p.grad for p in net.parameters() if p.grad is not None)])
+    for found in gradients[1:]:
+        torch.testing.assert_close(found, gradients[0])
