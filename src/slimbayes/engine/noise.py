@@ -193,8 +193,8 @@ def draw(posteriors: Sequence[Any], new: Pass) -> Pass:
 def _normal(shape: tuple[int, int], device: torch.device, dtype: torch.dtype, new: Pass) -> Tensor:
     if not shape[1]:
         return torch.empty(shape, device=device, dtype=dtype)
-    large = torch.compiler.is_compiling() and math.prod(shape) >= LARGE
-    return _random(_large_normal if large else torch.randn, shape, device, dtype, new)
+    past = torch.compiler.is_compiling() and (device.type == "cpu" or math.prod(shape) >= LARGE)
+    return _random(_eager_normal if past else torch.randn, shape, device, dtype, new)
 
 
 def _draw_apart(group: Group, late: list[bool], new: Pass) -> None:
@@ -254,8 +254,10 @@ def _(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, device=device, dtype=dtype)
 
 
-def _large_normal(shape: Sequence[int], device: torch.device, dtype: torch.dtype, **generator: Any) -> Tensor:
-    """torch.randn, past a compiler, whose own takes four times as long: a call of Philox for each number."""
+def _eager_normal(shape: Sequence[int], device: torch.device, dtype: torch.dtype, **generator: Any) -> Tensor:
+    """torch.randn, past a compiler, whose own calls Philox for each number: that takes four times as long on a GPU, and
+    nine on a CPU.
+    """
     if torch.compiler.is_compiling() and not exporting():
         return _compiled_normal(shape, device, dtype)
     return torch.randn(shape, device=device, dtype=dtype, **generator)
