@@ -352,7 +352,7 @@ MUTATIONS = [
     Mutation(
         "nested-rows",
         "q.rsample(lines.view(spread.shape + lines.shape[1:])).view(lines.shape)",
-        "q.rsample(lines.view(spread.shape + lines.shape[1:])).transpose(1, 2).reshape(lines.shape)",
+        "q.rsample(lines.view(spread.shape + lines.shape[1:])).transpose(-3, -2).reshape(lines.shape)",
         "test_rank1_paper.py",
     ),
     Mutation(

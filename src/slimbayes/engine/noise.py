@@ -167,8 +167,11 @@ def _mixed(number: Tensor) -> Tensor:
 
 def _hand_out(group: Group, new: Pass, block: Tensor, row: Tensor) -> None:
     """Give each posterior its part of (n, sum of widths) numbers for blocks and (R, sum of widths) for rows."""
-    rows = row.split_with_sizes(group.row, 1) if row.shape[1] else [row] * len(group.keys)
-    for at, part, line in zip(group.keys, block.split_with_sizes(group.block, 1), rows, strict=True):
+
+    def cut(lines: Tensor, widths: list[int]) -> Sequence[Tensor]:
+        return lines.split_with_sizes(widths, 1) if lines.shape[1] else [lines] * len(widths)
+
+    for at, part, line in zip(group.keys, cut(block, group.block), cut(row, group.row), strict=True):
         new.noise[at] = Noise(part, line)
     if not (row.shape[1] and block.shape[1]):
         new.joint[group.keys] = Noise(block, row)
