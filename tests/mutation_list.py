@@ -95,8 +95,8 @@ MUTATIONS = [
     ),
     Mutation(
         "view-keeps-calls",
-        "new.calls, new.substitutes, new.joined, new.drawn_yet = {}, {}, [], False",
-        "new.substitutes, new.joined, new.drawn_yet = {}, [], False",
+        "new.calls, new.substitutes, new.joined, new.apart, new.drawn_yet = {}, {}, [], {}, False",
+        "new.substitutes, new.joined, new.apart, new.drawn_yet = {}, [], {}, False",
         "test_engine.py -k held_masks",
     ),
     Mutation(
@@ -364,7 +364,10 @@ MUTATIONS = [
     Mutation("dense-bias", "y = y * lines[1] + lines[2]", "y = y * lines[1] + 2 * lines[2]", "test_rank1_paper.py"),
     Mutation("joint-biases", "lines = lines + torch.cat(", "lines = lines + 0 * torch.cat(", "test_plans.py"),
     Mutation(
-        "shared-bias", "if drawn.own is not None and drawn.own is own:", "if drawn.own is not None:", "test_plans.py"
+        "shared-bias",
+        "given = drawn.own is not None and drawn.own is own",
+        "given = drawn.own is not None",
+        "test_plans.py",
     ),
     Mutation("tree-stands", "len(found) == len(self.children) and all(", "True or all(", "test_plans.py"),
     Mutation(
