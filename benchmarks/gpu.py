@@ -114,7 +114,8 @@ class Job:
         builds = {
             name: partial(Trial, network, variant, device, mode == "compiled")
             for name, variant in case.variants.items()
-            if (mode == "compiled" or not variant.whole) and (not self.methods or name in self.methods)
+            if (mode == "compiled" or name == "plain" or not variant.whole)
+            and (not self.methods or name in self.methods)
         }
         trials, rows = prepare(builds, Trial.train, device, self.patience)
         self.rows[mode] = rows

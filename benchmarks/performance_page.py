@@ -113,7 +113,10 @@ TARGETS: list[Target] = [
     *several("Lab, WRN-16-4, rank-1 split", "lab", "rank1-split", {"epoch graph": (0.75, 1.11)}),
     *several("Lab, WRN-16-4, BatchEnsemble", "lab", "batchensemble", {"epoch graph": (2.0, 3.40)}),
     *several("Lab, WRN-16-4, 2-tied flipout", "lab", "ktied-flipout", {"epoch graph": (1.4, 2.73)}),
-    *several("MLP 64-256-256-10 on a CPU, rank-1", "small", "rank-1 per example", {"step eager": (2.0, 8.5)}),
+    *several(
+        "MLP 64-256-256-10 on a CPU, rank-1", "small", both("rank-1 per example"),
+        {"step eager": (2.0, 8.5), "step": (2.0, None)},
+    ),
 ]  # fmt: skip
 
 
@@ -218,7 +221,10 @@ def _rivals(target: Target, rows: Table) -> str:
 
 
 def _ratio(found: tuple[Row, float] | None, target: Target) -> str:
-    return _number(found[1]) + _spread(found[0], target.number) if found else "-"
+    if not found:
+        return "-"
+    way = ", loss compiled" if found[0].get("method", "").endswith("loss compiled") else ""
+    return _number(found[1]) + _spread(found[0], target.number) + way
 
 
 def _spread(row: Row, number: str) -> str:

@@ -95,8 +95,8 @@ MUTATIONS = [
     ),
     Mutation(
         "view-keeps-calls",
-        "new.calls, new.substitutes, new.joined, new.drawn_yet = {}, {}, [], False",
-        "new.substitutes, new.joined, new.drawn_yet = {}, [], False",
+        "new.calls, new.substitutes, new.joined, new.apart, new.drawn_yet = {}, {}, [], {}, False",
+        "new.substitutes, new.joined, new.apart, new.drawn_yet = {}, [], {}, False",
         "test_engine.py -k held_masks",
     ),
     Mutation(
@@ -359,7 +359,7 @@ MUTATIONS = [
     Mutation(
         "nested-rows",
         "q.rsample(lines.view(spread.shape + lines.shape[1:])).view(lines.shape)",
-        "q.rsample(lines.view(spread.shape + lines.shape[1:])).transpose(1, 2).reshape(lines.shape)",
+        "q.rsample(lines.view(spread.shape + lines.shape[1:])).transpose(-3, -2).reshape(lines.shape)",
         "test_rank1_paper.py",
     ),
     Mutation(
@@ -371,7 +371,10 @@ MUTATIONS = [
     Mutation("dense-bias", "y = y * lines[1] + lines[2]", "y = y * lines[1] + 2 * lines[2]", "test_rank1_paper.py"),
     Mutation("joint-biases", "lines = lines + torch.cat(", "lines = lines + 0 * torch.cat(", "test_plans.py"),
     Mutation(
-        "shared-bias", "if drawn.own is not None and drawn.own is own:", "if drawn.own is not None:", "test_plans.py"
+        "shared-bias",
+        "given = drawn.own is not None and drawn.own is own",
+        "given = drawn.own is not None",
+        "test_plans.py",
     ),
     Mutation("tree-stands", "len(found) == len(self.children) and all(", "True or all(", "test_plans.py"),
     Mutation(

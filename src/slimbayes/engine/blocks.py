@@ -68,7 +68,7 @@ class Spread(NamedTuple):
     """How lines of K members become those of n draws: by the member of each block of draws, or in order."""
 
     member: Tensor | None
-    shape: tuple[int, int, int]  # of n: turns of all members (or 1), members (or blocks), draws of a block
+    shape: tuple[int, ...]  # of n: turns of all members where there are several, members (or blocks), draws of a block
 
     def out(self, lines: Tensor) -> Tensor:
         """Lines (K, 1, w) as (members or blocks, 1, w), to meet what has the shape of the draws."""
@@ -77,7 +77,7 @@ class Spread(NamedTuple):
     def laid(self, lines: Tensor) -> Tensor:
         """Lines (K, 1, w) as (n, w)."""
         lines = self.out(lines)
-        if same(self.shape[0], 1) and same(self.shape[2], 1):
+        if len(self.shape) == 2 and same(self.shape[1], 1):
             return lines.squeeze(1)
         return lines.expand(self.shape + lines.shape[2:]).reshape(-1, lines.shape[2])
 
@@ -91,6 +91,6 @@ def spread_of(members: int, blocks: int, count: int, first: Any, device: torch.d
     """
     rows = 1 if same(count, blocks) else count // blocks if same(count % blocks, 0) else 0
     if rows and isinstance(first, int) and not first % members and not blocks % members:
-        return Spread(None, (blocks // members, members, rows))
+        return Spread(None, (members, rows) if same(blocks, members) else (blocks // members, members, rows))
     block = torch.arange(blocks, device=device) if rows else block_of_row(count, blocks, device)
-    return Spread((block + first) % members, (1, blocks, rows) if rows else (1, count, 1))
+    return Spread((block + first) % members, (blocks, rows) if rows else (count, 1))

@@ -226,7 +226,7 @@ def map_arrays(function: Callable[[int, Any], Any], tree: Any) -> Any:
     if type(tree) is Tensor:
         return function(0, tree)
     if plain_call(tree):
-        more, names = [function(i, array) for i, array in enumerate(arrays_of(tree))], tree[1]
+        more, names = [function(i, array) for i, array in enumerate([*tree[0], *tree[1].values()])], tree[1]
         return tuple(more[: len(tree[0])]), dict(zip(names, more[len(tree[0]) :], strict=True))
     count = iter(range(10**9))
     return tree_map(

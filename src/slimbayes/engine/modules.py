@@ -193,6 +193,7 @@ def anchors_of(posteriors: Sequence[Any]) -> list[Tensor]:
         return [p.anchor for p in posteriors]
 
 
+_WHOLE = {Tensor, nn.Parameter}  # to ask these for an attribute that they lack takes longer
 Places = tuple[tuple[torch.device, torch.dtype, bool], ...]
 
 
@@ -200,7 +201,8 @@ def places_of(posteriors: Sequence[Any]) -> Places:
     """Device and type of each posterior's parameters, and whether they are split over processes (FSDP2): all of it may
     change where modules do not.
     """
-    return tuple([(a.device, a.dtype, hasattr(a, "full_tensor")) for a in anchors_of(posteriors)])
+    anchors = anchors_of(posteriors)
+    return tuple([(a.device, a.dtype, type(a) not in _WHOLE and hasattr(a, "full_tensor")) for a in anchors])
 
 
 def _place(posterior: Any) -> tuple[dict[str, Any], str]:

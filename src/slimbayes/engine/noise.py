@@ -167,8 +167,11 @@ def _mixed(number: Tensor) -> Tensor:
 
 def _hand_out(group: Group, new: Pass, block: Tensor, row: Tensor) -> None:
     """Give each posterior its part of (n, sum of widths) numbers for blocks and (R, sum of widths) for rows."""
-    rows = row.split_with_sizes(group.row, 1) if row.shape[1] else [row] * len(group.keys)
-    for at, part, line in zip(group.keys, block.split_with_sizes(group.block, 1), rows, strict=True):
+
+    def cut(lines: Tensor, widths: list[int]) -> Sequence[Tensor]:
+        return lines.split_with_sizes(widths, 1) if lines.shape[1] else [lines] * len(widths)
+
+    for at, part, line in zip(group.keys, cut(block, group.block), cut(row, group.row), strict=True):
         new.noise[at] = Noise(part, line)
     if not (row.shape[1] and block.shape[1]):
         new.joint[group.keys] = Noise(block, row)
@@ -193,8 +196,8 @@ def draw(posteriors: Sequence[Any], new: Pass) -> Pass:
 def _normal(shape: tuple[int, int], device: torch.device, dtype: torch.dtype, new: Pass) -> Tensor:
     if not shape[1]:
         return torch.empty(shape, device=device, dtype=dtype)
-    large = torch.compiler.is_compiling() and math.prod(shape) >= LARGE
-    return _random(_large_normal if large else torch.randn, shape, device, dtype, new)
+    past = torch.compiler.is_compiling() and (device.type == "cpu" or math.prod(shape) >= LARGE)
+    return _random(_eager_normal if past else torch.randn, shape, device, dtype, new)
 
 
 def _draw_apart(group: Group, late: list[bool], new: Pass) -> None:
@@ -254,8 +257,10 @@ def _(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, device=device, dtype=dtype)
 
 
-def _large_normal(shape: Sequence[int], device: torch.device, dtype: torch.dtype, **generator: Any) -> Tensor:
-    """torch.randn, past a compiler, whose own takes four times as long: a call of Philox for each number."""
+def _eager_normal(shape: Sequence[int], device: torch.device, dtype: torch.dtype, **generator: Any) -> Tensor:
+    """torch.randn, past a compiler, whose own calls Philox for each number: that takes four times as long on a GPU, and
+    nine on a CPU.
+    """
     if torch.compiler.is_compiling() and not exporting():
         return _compiled_normal(shape, device, dtype)
     return torch.randn(shape, device=device, dtype=dtype, **generator)

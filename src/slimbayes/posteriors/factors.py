@@ -81,14 +81,14 @@ class Drawn(NamedTuple):
 
 
 class Lines:
-    """Factors and biases of all layers, (n, sum of widths) and the width of each by its name, shaped for kinds of
-    inputs: once for all layers, where each would take several views of its own. For layers whose channels come second,
-    or last, and inputs of as many dimensions as the first: lines that nobody asks for cost, too.
+    """Factors and biases of all layers, (n, sum of widths), the width of each by its name, and each; shaped for kinds
+    of inputs: once for all layers, where each would take several views of its own. For layers whose channels come
+    second, or last, and inputs of as many dimensions as the first: lines that nobody asks for cost, too.
     """
 
     def __init__(self, second: bool) -> None:
         self.second, self.dims = second, 0
-        self.wholes: list[tuple[Tensor, dict[Any, int]]] = []
+        self.wholes: list[tuple[Tensor, dict[Any, int], Sequence[Tensor]]] = []
         self.made: dict[Any, dict[Any, Tensor]] = {}
 
     def meeting(self, x: Tensor, channel_dim: int, rows: int) -> dict[Any, Tensor] | None:
@@ -101,13 +101,14 @@ class Lines:
         kind = rows, x.dtype, torch.is_grad_enabled()
         if kind not in self.made:
             self.made[kind] = {}
-            for whole, widths in self.wholes:
+            for whole, widths, parts in self.wholes:
                 lines = whole if whole.dtype == x.dtype else whole.to(x.dtype)
                 if lines.shape[0] != rows:
-                    lines = lines.unsqueeze(1).expand(-1, rows // lines.shape[0], -1).reshape(rows, lines.shape[1])
+                    lines = lines.repeat_interleave(rows // lines.shape[0], 0)
                 for _ in range(dims - 2):
                     lines = lines.unsqueeze(-1 if second else 1)
-                parts = lines.split_with_sizes(list(widths.values()), 1 if second else -1)
+                if lines is not whole:
+                    parts = lines.split_with_sizes(list(widths.values()), 1 if second else -1)
                 self.made[kind] |= zip(widths, parts, strict=True)
         return self.made[kind]
 
@@ -193,9 +194,9 @@ class Alike:
             # By broadcasting, whose gradient is a sum; that of a lookup is a scatter.
             values = q.rsample(lines.view(spread.shape + lines.shape[1:])).view(lines.shape)
         values = realised(_clipped(values, self.lead.clip))
-        if every is not None:
-            every.wholes.append((values, self.widths[factors[0].family]))
         parts = values.split_with_sizes([f.channels * f.rank for f in factors], 1)
+        if every is not None:
+            every.wholes.append((values, self.widths[factors[0].family], parts))
         if factors[0].rank == 1:
             return parts
         return [part.unflatten(1, (f.rank, f.channels)) for f, part in zip(factors, parts, strict=True)]
@@ -243,9 +244,9 @@ class Alike:
             lines = lines + torch.cat([o.new_zeros(o.shape[1]) if b is None else b for b, o in pairs])
         lines, keys = realised(spread.laid(lines.unsqueeze(1))), [key for key, _ in self.offsets]
         widths = dict(zip(keys, [offset.shape[1] for offset in offsets], strict=True))
-        if every is not None:
-            every.wholes.append((lines, widths))
         parts = lines.split_with_sizes(list(widths.values()), 1)
+        if every is not None:
+            every.wholes.append((lines, widths, parts))
         return dict(zip(keys, zip(parts, own, strict=True), strict=True))
 
 

@@ -202,33 +202,41 @@ class Rank1Posterior(WeightPosterior):
             return drawn.bias
         return self.current.pick(self, nn.functional.pad(self.bias, (0, 0, 1, 0)), drawn.bias.shape[0])
 
-    def _biases(self, drawn: Drawn, own: Tensor | None) -> Tensor | None:
-        """Biases (n, out) or (1, out) of a layer with this bias of its own."""
-        if drawn.own is not None and drawn.own is own:
-            return drawn.bias
-        offsets = self._offsets(drawn)  # layers that share a weight may have a bias each
-        if own is None or offsets is None:
-            return None if own is None else own.unsqueeze(0)
-        return own.unsqueeze(0) + offsets.to(own.dtype)
+    def _biases(self, drawn: Drawn, own: Tensor | None, index: int | None = None) -> Tensor | None:
+        """Biases (n, out) or (1, out) of a layer with this bias of its own, or that of one draw (out,)."""
+        given = drawn.own is not None and drawn.own is own
+        lines = drawn.bias if given else self._offsets(drawn)  # layers that share a weight may have a bias each
+        if own is None or lines is None:
+            return own if own is None or index is not None else own.unsqueeze(0)
+        lines = lines if index is None else self._line(lines, index)
+        return lines if given else own + lines.to(own.dtype)
 
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         drawn: Drawn = self.values()
         weight = linear.weight
         if not weight.is_floating_point():
             raise ValueError(f"{self.name}: integers cannot take factors in; convert the layer back to floats first.")
-        r, s = drawn.r[index].view(-1, drawn.r.shape[-1]), drawn.s[index].view(-1, drawn.s.shape[-1])
-        lines = self._biases(drawn, linear.bias)
-        bias = None if lines is None else lines[index if lines.shape[0] > 1 else 0]
+        r, s = self._line(drawn.r, index), self._line(drawn.s, index)
+        bias = self._biases(drawn, linear.bias, index)
         if self.additive and weight.dim() > 2:
             raise ValueError(f"{self.name}: additive factors do not shift a convolution's padding: no weight has them.")
         if self.additive:
             # W (x + s) + r = W x + (W s + r): the perturbation is a shift of the bias
-            shift = (torch.nn.functional.linear(s.to(weight.dtype), weight) + r.to(weight.dtype)).mean(0)
+            shift = torch.nn.functional.linear(s.to(weight.dtype), weight) + r.to(weight.dtype)
+            shift = shift if r.dim() == 1 else shift.mean(0)
             return weight, shift if bias is None else bias + shift
         # Eq. 1: W' = W o r s^T
-        masks = [linear.outer(r[j], s[j]) for j in range(r.shape[0])]
-        mask = masks[0] if len(masks) == 1 else torch.stack(masks).mean(0)
+        mask = linear.outer(r, s) if r.dim() == 1 else torch.stack([*map(linear.outer, r, s)]).mean(0)
         return weight * mask.to(weight.dtype), bias
+
+    def _line(self, lines: Tensor, index: int) -> Tensor:
+        """One of n lines. All are taken apart when the first is asked for: a lookup's gradient is as large as all."""
+        if lines.shape[0] == 1 or torch.compiler.is_compiling():
+            return lines.squeeze(0) if lines.shape[0] == 1 else lines[index]
+        apart, kind = self.current.apart, (id(lines), torch.is_grad_enabled())
+        if kind not in apart:
+            apart[kind] = lines, lines.unbind()
+        return apart[kind][1][index]
 
 
 def _alike(f: Factor) -> tuple[Any, ...]:

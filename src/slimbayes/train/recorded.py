@@ -22,8 +22,9 @@ from slimbayes.errors import SlimbayesWarning
 T = TypeVar("T")
 WARM_UP = 3  # calls before recording: autograd, optimizers and libraries set themselves up
 # Inductor's thresholds for writing a value to memory that several kernels use. A norm of a scaled activation reads six
-# tensors, of which one is large: by the defaults (4, 8, 30) the backward pass of a WRN-16-4 with rank-1 factors writes
-# and reads it again, and moves 1.57 times the plain network's bytes; with these, 1.13 times (benchmarks/traffic.py).
+# tensors, of which one is large: by a GPU's defaults (4, 8, 30) the backward pass of a WRN-16-4 with rank-1 factors
+# writes and reads it again, and moves 1.57 times the plain network's bytes; with these, 1.13 times
+# (benchmarks/traffic.py).
 FUSION = {
     "realize_reads_threshold": 16,
     "realize_acc_reads_threshold": 16,
