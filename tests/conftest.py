@@ -20,6 +20,8 @@ if not torch.cuda.is_available():  # seeding would write down the stack for devi
     for other in (torch.cuda, torch.xpu, torch.mtia):
         other.manual_seed_all = lambda seed: None  # type: ignore[assignment]
 
+os.fsync = lambda file: None  # no test cuts the power, and a run of the lab waits some thirty times for the disk
+
 collect_ignore = ["fakes"]  # stand-ins for programs, run by tests
 
 
