@@ -21,7 +21,7 @@ if not torch.cuda.is_available():  # seeding would write down the stack for devi
     for other in (torch.cuda, torch.xpu, torch.mtia):
         other.manual_seed_all = lambda seed: None  # type: ignore[assignment]
 
-# How long guards take is measured after every compilation, with the processor's caches emptied first: a tenth of a second.
+# How long guards take is measured after every compilation, with the processor's caches emptied first: .1 s.
 torch._C._dynamo.guards.profile_guard_manager = lambda *args: 0.0
 
 os.fsync = lambda file: None  # no test cuts the power, and a run of the lab waits some thirty times for the disk

@@ -85,7 +85,7 @@ AWKWARD_PROPERTY = "test_a_held_draw_is_the_same_function_folded_or_alone"
 
 def kept(name: str, pair: Pair) -> bool:
     method, layer = pair
-    awkward = layer in AWKWARD_LAYERS or method in AWKWARD_METHODS
+    awkward = layer in AWKWARD_LAYERS and method in AWKWARD_METHODS
     return method not in ALIKE_TO_LAYERS and (name == WHOLE or (name == AWKWARD_PROPERTY and awkward))
 
 
