@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -49,10 +50,12 @@ if device := os.environ.get("SLIMBAYES_TEST_DEVICE"):  # run the suite on a GPU:
     torch.backends.cudnn.allow_tf32 = False  # its default; comparisons need full single precision
 
 
-@pytest.fixture
-def unchecked_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def unchecked_fits() -> Iterator[None]:
     """Runs whose posteriors nobody looks at after training: that takes a third of the time of small ones."""
-    monkeypatch.setattr("slimbayes.lab.fit._diagnostics", lambda *args: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slimbayes.lab.fit._diagnostics", lambda *args: None)
+        yield
 
 
 @pytest.fixture
