@@ -106,6 +106,7 @@ def test_plain_torch_sums_in_float32(dtype: torch.dtype) -> None:
         check(Case((4, 6, 5), 3, lengths=True), dtype)
 
 
+@pytest.mark.slow
 def test_second_derivatives_go_through_the_loop() -> None:
     case = given(Case((2, 2, 1), 2, lengths=True))
     present = case.tensors

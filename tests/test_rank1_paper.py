@@ -956,6 +956,7 @@ def test_every_convolution_and_the_classifier_are_converted_and_norms_shared(
     assert tally == {("Conv2d", "converted"): convs, ("Linear", "converted"): 1, ("BatchNorm2d", "skipped"): norms}
 
 
+@pytest.mark.slow
 def test_relative_overhead_is_the_papers() -> None:
     """F16: +.429 % for WRN-28-10 at K = 4, +.408 % for ResNet-50 at K = 1."""
     with torch.device("meta"):
