@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from slimbayes.report.record import read
 ROOT = Path(__file__).resolve().parents[1]
 CLAIMS, PAGE = ROOT / "experiments" / "claims.yaml", ROOT / "docs" / "reproduction.md"
 COUNTED = ("overhead", "parameters")  # the same with every seed
+read = cache(read)  # many claims are about the same runs
 Rows = dict[str, dict[Any, dict[str, float]]]  # scores by row and by what pairs are made of
 
 

@@ -2,11 +2,13 @@
 
 import gc
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 import pytest
 import torch
@@ -19,6 +21,11 @@ gc.set_threshold(400_000, 20, 20)
 if not torch.cuda.is_available():  # seeding would write down the stack for devices that may start later: .45 ms a call
     for other in (torch.cuda, torch.xpu, torch.mtia):
         other.manual_seed_all = lambda seed: None  # type: ignore[assignment]
+
+# How long guards take is measured after every compilation, with the processor's caches emptied first: .1 s.
+torch._C._dynamo.guards.profile_guard_manager = lambda *args: 0.0
+
+os.fsync = lambda file: None  # no test cuts the power, and a run of the lab waits some thirty times for the disk
 
 collect_ignore = ["fakes"]  # stand-ins for programs, run by tests
 
@@ -43,10 +50,12 @@ if device := os.environ.get("SLIMBAYES_TEST_DEVICE"):  # run the suite on a GPU:
     torch.backends.cudnn.allow_tf32 = False  # its default; comparisons need full single precision
 
 
-@pytest.fixture
-def unchecked_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def unchecked_fits() -> Iterator[None]:
     """Runs whose posteriors nobody looks at after training: that takes a third of the time of small ones."""
-    monkeypatch.setattr("slimbayes.lab.fit._diagnostics", lambda *args: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slimbayes.lab.fit._diagnostics", lambda *args: None)
+        yield
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ def _run(run: Callable[..., object], args: tuple[object, ...], log: Path | str) 
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
         sys.stdout = sys.stderr = said
-        torch.set_default_device("cpu")  # a fork cannot use its parent's GPU
+        torch.set_default_device(None)  # a fork cannot use its parent's GPU; "cpu" would look at every call of torch
         run(*args)
 
 

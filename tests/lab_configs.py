@@ -1,10 +1,12 @@
 """Small experiments, data and networks for tests of the lab."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sklearn import datasets
 from torch import nn
 from typer.testing import CliRunner
 
@@ -15,6 +17,7 @@ from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.step import TrainingStep
 
+datasets.load_digits = cache(datasets.load_digits)  # a text that every run would read anew; what it gives is copied
 CPU = Execution(accelerator="cpu", workers=0)
 BASE: dict[str, Any] = {
     "name": "try",

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import remove_spectral_norm, remove_weight_norm
@@ -20,6 +21,15 @@ from torch.nn.utils.rnn import PackedSequence
 import slimbayes as sb
 
 RTOL, ATOL = 1e-4, 3e-5
+
+
+@contextmanager
+def shapes_alone() -> Iterator[None]:
+    """Networks made inside have shapes and no numbers; torch would go through much Python to draw none."""
+    with torch.device("meta"), pytest.MonkeyPatch.context() as patch:
+        for draw in ("normal_", "uniform_"):
+            patch.setattr(Tensor, draw, lambda tensor, *args, **options: tensor)
+        yield
 
 
 def write_out(model: nn.Module, index: int) -> nn.Module:

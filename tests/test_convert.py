@@ -261,6 +261,7 @@ class SequenceFirstHead(nn.Module):
         return self.head(self.rnn(x.transpose(0, 1))[0])
 
 
+@pytest.mark.slow
 def test_rows_inside_a_sequence_first_part_are_found() -> None:
     for steps in (7, 6, 3):  # 6 steps of 3 rows could also be folded rows, and 3 steps the rows themselves
         x = torch.randn(3, steps, 4)

@@ -152,6 +152,7 @@ def test_cv_plus_intervals_and_sets_equal_their_definition() -> None:
             assert bool(sets[j, c]) == (below < level * (n + 1))
 
 
+@pytest.mark.slow
 def test_cv_plus_covers_at_least_what_it_promises() -> None:
     """Means of the other folds as models, 200 data sets: coverage above 2 level - 1, and near the level."""
     generator, hits, level, folds, each = torch.Generator().manual_seed(3), 0, 0.9, 4, 10

@@ -815,6 +815,7 @@ def test_errors_say_what_is_needed() -> None:
         prior_functions("dropout", torch.zeros(3), rate=1.0)
 
 
+@pytest.mark.slow
 def test_picture() -> None:
     """Two panels with the paper's methods, three lines in each, on the same axes."""
     x = torch.linspace(-5, 5, 401)
@@ -850,6 +851,7 @@ def test_induced_priors_are_the_closed_forms() -> None:
         np.testing.assert_allclose(got, expected, rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_two_factors_and_a_scale_are_products() -> None:
     """A second factor that is fixed scales the density; the order of factors does not matter."""
     w, r, s = torch.linspace(0.2, 3, 8), sb.Normal(1.0, 0.5), sb.Normal(2.0, 1e-9)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracle import shapes_alone
 from scipy import integrate, stats
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -932,7 +933,7 @@ def test_weight_decay_leaves_learned_probabilities_alone() -> None:
 
 
 def counted(build: Any, config: sb.Config) -> tuple[int, int]:
-    with torch.device("meta"):
+    with shapes_alone():
         net = build()
         cost = sb.estimate_cost(net, config)
         report = sb.summary(sb.bayesianize(net, config))
@@ -1060,7 +1061,7 @@ def test_the_effective_ensemble_size_in_words() -> None:
 @pytest.mark.parametrize(("build", "layers"), [(resnet18, 21), (pyramidnet, 165), (deep_mlp, 100)])
 def test_effective_sizes_of_the_papers_networks(build: Any, layers: int) -> None:
     """5^L patched layers: 20 norms of ResNet-18, 164 of PyramidNet, 99 of the MLP, and the output."""
-    with torch.device("meta"):
+    with shapes_alone():
         assert math.isclose(log_size(build(), PATCH), layers * math.log(5))
 
 

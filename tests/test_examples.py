@@ -30,11 +30,11 @@ def demo() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def run(demo: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """All of it, on fewer test digits and with fewer draws."""
+    """All of it, on fewer digits and with fewer draws."""
     out = tmp_path_factory.mktemp("demo") / "new folder" / "digits.png"
     x_train, y_train, x, y = demo.digits()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "digits", lambda: (x_train, y_train, x[:100], y[:100]))
+        patch.setattr(demo, "digits", lambda: (x_train[:800], y_train[:800], x[:100], y[:100]))
         patch.setattr(demo, "DRAWS", 1)
         return demo.main(epochs=2, out=out), out
 

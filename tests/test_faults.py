@@ -17,6 +17,7 @@ from slimbayes.convert import checkpoint
 from slimbayes.report import record
 
 
+@pytest.mark.slow
 def test_a_loader_that_ignores_checksums_loses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def careless(folder: Path, needed: set[str]) -> dict[str, bytes]:
         return {file.name: file.read_bytes() for file in folder.iterdir()}

@@ -51,6 +51,7 @@ def test_posteriors_train_alone_and_the_model_thaws_when_it_is_plain_again() -> 
     assert names(sb.debayesianize(net)) == before.keys() - {"body.0.bias"}
 
 
+@pytest.mark.slow
 def test_biases_of_members_train_where_those_of_the_layer_do() -> None:
     """They have no prior: in a network that fits its data already Adam would take them anywhere."""
     net = sb.bayesianize(Net(), sb.Rank1(members=3), train="posterior+head", head="classifier")

@@ -157,6 +157,7 @@ def test_the_operation_equals_the_loop(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("operation")
+@pytest.mark.slow
 def test_second_derivatives_go_through_the_loop() -> None:
     case = given(Case((2, 2, 1), 2, lengths=True), torch.float32)
     tensors = case.tensors

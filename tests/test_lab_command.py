@@ -181,6 +181,7 @@ def test_predict_rows_of_ones_own(end: str, runs: list[Path], tmp_path: Path) ->
     assert probs.shape == (5, 10) and np.allclose(probs.sum(1), 1, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_predict_reads_images_and_refuses_what_it_cannot_judge(runs: list[Path], tmp_path: Path) -> None:
     from PIL import Image
 
@@ -239,6 +240,7 @@ def test_a_damaged_record_is_left_out_of_the_report_and_told(runs: list[Path], t
     assert "damaged" in text
 
 
+@pytest.mark.slow
 def test_config_commands(config: Path, tmp_path: Path) -> None:
     assert "is valid" in call("config", "check", config).output
     shown = call("config", "show", config, "--set", "seed=7")

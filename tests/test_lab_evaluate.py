@@ -27,6 +27,8 @@ from slimbayes.lab.task import Scaling, Task
 from slimbayes.prediction.predict import predict_prefixes
 from slimbayes.report import record
 
+pytestmark = pytest.mark.usefixtures("unchecked_fits")
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:

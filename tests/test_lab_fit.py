@@ -29,6 +29,7 @@ from slimbayes.lab.task import limited, open_task
 from slimbayes.lab.watchers import Bars, Watcher
 from slimbayes.report import record
 
+pytestmark = pytest.mark.usefixtures("unchecked_fits")
 KEY = 4238720567276977853
 
 

@@ -63,15 +63,15 @@ def test_resuming_from_an_older_checkpoint_runs_the_lost_steps_again(
 @pytest.mark.parametrize(
     "train",
     [
-        {"ema": 0.9},
-        {"clip": 0.1},
-        {"accumulate": 2},
+        {"ema": 0.9, "clip": 0.1, "accumulate": 2},
         {"optimizer": {"kind": "SGD", "lr": 0.05}, "schedule": {"kind": "OneCycle"}},
-        {"early_stop": {"patience": 1}, "epochs": 4},
-        {"weight_decay": {"kernels": 0.1, "norms": 0.01}, "schedule": {"kind": "Cosine", "warmup": 1}},
+        {
+            "early_stop": {"patience": 1}, "epochs": 4, "weight_decay": {"kernels": 0.1, "norms": 0.01},
+            "schedule": {"kind": "Cosine", "warmup": 1},
+        },
     ],
     ids=lambda train: "-".join(train),
-)
+)  # fmt: skip
 def test_options_resume_bit_for_bit_too(train: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = experiment(train=train, data={"validation": 0.25})
     whole = fit(chosen, tmp_path / "whole", CPU)

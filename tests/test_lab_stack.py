@@ -11,6 +11,7 @@ from slimbayes.lab.execution import key
 from slimbayes.lab.fit import fit, load_run
 from slimbayes.report.record import read
 
+pytestmark = pytest.mark.usefixtures("unchecked_fits")
 HELD_OUT = {"train_limit": 150, "test_limit": 50, "validation": 0.4}
 
 

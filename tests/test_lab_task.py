@@ -83,6 +83,7 @@ def training(root: Path, workers: int = 0) -> Training:
     return Training(validate(tree), root, execution, execution.fabric("32"), Watcher(), None, None)
 
 
+@pytest.mark.slow
 def test_crops_of_a_wide_picture_show_its_sides(tmp_path: Path) -> None:
     write_wide_pictures(tmp_path)
     here = training(tmp_path)

@@ -18,6 +18,7 @@ from slimbayes.lab.step import Tracker
 from slimbayes.lab.watchers import Watcher
 from slimbayes.report.record import read
 
+pytestmark = pytest.mark.usefixtures("unchecked_fits")
 CPU = Execution(accelerator="cpu")
 
 

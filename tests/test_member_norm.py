@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import pairwise
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -98,9 +99,7 @@ def assert_same(layer: Any, nets: list[Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.parametrize("draws", [1, 2])
-@every_layer
+@pytest.mark.parametrize(("case", "draws", "affine"), pairwise(LAYERS, [1, 2], [False, True]))
 def test_training_and_prediction_equal_separate_layers(case: str, draws: int, affine: bool) -> None:
     layer, rows = made(case, affine), 4
     nets = separate(layer)
@@ -123,9 +122,7 @@ def test_training_and_prediction_equal_separate_layers(case: str, draws: int, af
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("rows", [1, 2, 7, 9])
-@every_layer
+@pytest.mark.parametrize(("case", "rows", "training"), pairwise(LAYERS, [1, 2, 7, 9], [True, False]))
 def test_a_bare_call_shares_rows_out(case: str, rows: int, training: bool) -> None:
     layer = made(case).train(training)
     nets = [one.train(training) for one in separate(layer)]

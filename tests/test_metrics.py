@@ -561,6 +561,7 @@ def test_identical_and_opposite_members() -> None:
     assert [value(m(), apart) for m in (sm.Disagreement, sm.CosineSimilarity, sm.PairwiseKL)] == [1, 0, math.inf]
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**31), st.integers(2, 6), st.integers(2, 5))
 @settings(max_examples=20, deadline=None, derandomize=True)
 def test_diversity_ignores_the_order_of_members(seed: int, k: int, classes: int) -> None:
@@ -634,6 +635,7 @@ def slow_crps(cdf: Callable[[Any], Any], y: float, ends: list[float]) -> float:
     )
 
 
+@pytest.mark.slow
 def test_crps_is_the_integral() -> None:
     rng = np.random.default_rng(0)
     weights = np.array([0.5, 0.2, 0.3])

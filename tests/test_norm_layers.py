@@ -582,6 +582,7 @@ def test_patched_models_equal_plain_ones_draw_by_draw(model: str, cross: bool, p
     assert len(y.flatten(1).round(decimals=3).unique(dim=0)) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_patched_models_train_and_predict(model: str) -> None:
     build, inputs, _, _ = MODELS[model]

@@ -144,6 +144,7 @@ def test_reliability_has_the_bins_of_the_calibration_error(axes: Any) -> None:
     axes(sb.plot.reliability(far, torch.randn(50, 1)))
 
 
+@pytest.mark.slow
 def test_risk_and_coverage(axes: Any) -> None:
     pred = sb.Prediction.from_outputs(torch.tensor([[[3.0, 0.0], [2.0, 0.0], [1.0, 0.0], [0.5, 0.0]]]))
     (panel,) = axes(sb.plot.risk_coverage(pred, torch.tensor([0, 0, 1, 0])))

@@ -71,6 +71,7 @@ def test_bernoulli_forms_equal_two_class_categorical_ones() -> None:
     assert min(abs(ours["logits"] - ours[f]) for f in ("average", "mixture", "probs")) > 0.02
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**31), st.floats(0.1, 30), st.sampled_from([sb.categorical, sb.bernoulli]))
 @settings(max_examples=50, deadline=None, derandomize=True)
 def test_mixture_is_never_above_average(seed: int, spread: float, likelihood: Callable[..., Tensor]) -> None:

@@ -178,6 +178,7 @@ def test_scales_are_those_of_the_training_rows(place: Path) -> None:
 # --- from a file to predictions ---
 
 
+@pytest.mark.slow
 def test_predictions_of_a_table_are_those_of_its_network(place: Path) -> None:
     """Rows of the file, whichever way their columns lie, against the network that evaluation loads."""
     out = place / "out.csv"
@@ -411,6 +412,7 @@ def test_large_targets_keep_their_digits(tmp_path: Path) -> None:
 # --- arrays and pictures ---
 
 
+@pytest.mark.slow
 def test_arrays_of_ones_own(tmp_path: Path) -> None:
     x, y = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32), np.arange(40) % 3
     np.savez(tmp_path / "a.npz", x=x, y=y)
@@ -447,6 +449,7 @@ def test_arrays_that_are_refused(tmp_path: Path, arrays: dict[str, np.ndarray], 
         open_task(Data(name="a", npz=str(tmp_path / "a.npz")))
 
 
+@pytest.mark.slow
 def test_a_folder_of_pictures(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     draw = np.random.default_rng(0)

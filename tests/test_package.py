@@ -75,7 +75,7 @@ def smallest(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (packages / root.name).symlink_to(root)
     python = home / "bin" / "python"
     # With its dependencies and without an index: one that is not of the core's would not be found.
-    done = run(sys.executable, "-m", "pip", "--python", python, "install", "--no-index", wheel)
+    done = run(sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-compile", wheel)
     assert done.returncode == 0, done.stderr
     assert not [name for name in ("pydantic", "yaml", "scipy", "rich", "pip") if (packages / name).exists()]
     return home / "bin"

@@ -23,6 +23,8 @@ from slimbayes.lab.predict_file import fitted, predict_file
 from slimbayes.lab.predict_input import row_blocks
 from slimbayes.lab.task import open_task
 
+pytestmark = pytest.mark.usefixtures("unchecked_fits")
+
 
 def read_rows(file: Path, columns: tuple[str, ...] = ()) -> torch.Tensor:
     return torch.cat(list(row_blocks(file, columns)))

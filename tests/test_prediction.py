@@ -89,6 +89,7 @@ def test_density_integrates_to_one(likelihood: str) -> None:
     assert torch.trapezoid(pred.log_prob(grid).exp(), grid).item() == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**31), st.floats(0.1, 100), st.sampled_from(sorted(CASES)))
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_log_of_the_mean_is_never_below_the_mean_of_logs(seed: int, spread: float, likelihood: str) -> None:

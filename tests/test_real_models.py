@@ -399,6 +399,7 @@ def test_undeclared_sequence_first_layout_is_never_silently_wrong() -> None:
 # ---- ties, shared modules and skipped layers -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_gpt2_weights_stay_tied(tmp_path: Path) -> None:
     def tied(model: nn.Module) -> bool:
         return model.lm_head.weight is model.transformer.wte.weight

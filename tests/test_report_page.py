@@ -314,6 +314,7 @@ def test_twenty_seeds_cost_no_more_than_a_few(tmp_path):
     assert len(many) - len(few) < 40_000
 
 
+@pytest.mark.slow
 def test_pictures_share_the_room(tmp_path):
     reader = Reader(page(tmp_path, *(record(f"m{i}", 0, corruptions=0, pictures=8) for i in range(9))))
     shown = [attrs["src"] for tag, attrs in reader.tags if tag == "img"]

@@ -245,6 +245,7 @@ def test_all_rows_cost_the_same_by_measured_epochs() -> None:
     assert load(f"{METHODS}#ensemble").train.epochs == budget // 4
 
 
+@pytest.mark.slow
 def test_no_kept_record_names_a_folder_of_the_machine_that_made_it() -> None:
     """A command is to be run by others, from the root of a checkout."""
     files = [file for file in (ROOT / "results").rglob("*.json") if '"commands":' in file.read_text()]

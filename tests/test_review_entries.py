@@ -492,6 +492,7 @@ def test_tied_weights_have_one_posterior_one_draw_and_one_kl(method: str) -> Non
     assert sb.debayesianize(model).out.weight is model.table.weight
 
 
+@pytest.mark.slow
 def test_tied_weights_survive_a_checkpoint(tmp_path: Path) -> None:
     model, ids = sb.bayesianize(Tied(), TIED["mean-field"]).eval(), torch.randint(9, (4, 5))
     base = sb.debayesianize(copy.deepcopy(model))

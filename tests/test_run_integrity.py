@@ -180,6 +180,7 @@ def test_sums_are_those_of_sha256sum(finished: Path) -> None:
     assert set(names) == set(run_folder._SEALED)
 
 
+@pytest.mark.slow
 def test_every_changed_byte_of_a_record_is_noticed(tmp_path: Path) -> None:
     whole = report_records.record("rank1-cauchy", 1)
     small = whole.model_copy(update={"config": {}, "evaluations": [], "examples": [], "curve": whole.curve[:1]})

@@ -51,6 +51,7 @@ def steps(layers: int) -> int:
     return hops(step)
 
 
+@pytest.mark.slow
 def test_a_step_goes_through_few_files() -> None:
     """212 with two layers, 23 for each further one, before factors were shaped together and calls read once."""
     two, five = steps(2), steps(5)

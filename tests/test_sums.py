@@ -178,6 +178,7 @@ def test_the_kl_of_many_factors_in_one_operation(q: Any) -> None:
     torch.testing.assert_close(wide, sum(apart))
 
 
+@pytest.mark.slow
 def test_many_parameters_side_by_side_have_the_gradients_of_a_cat(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setitem(joining.MANY, "cpu", 8)

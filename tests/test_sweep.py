@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forks
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -285,15 +285,10 @@ def test_a_checkpoint_that_is_kept_is_there(tmp_path: Path) -> None:
     assert launch._outcome(run, launch.STOPPED) == ("stopped", "was asked to stop; its checkpoint is kept")
 
 
-DRIVER = """
-import signal, sys
-from pathlib import Path
-signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
-from slimbayes.lab import search as launch
-from slimbayes.lab.sweep import sweep
-launch.COMMAND = (sys.executable, sys.argv[1])
-sweep(Path(sys.argv[2]), Path(sys.argv[3]), ["seed=[0, 1, 2]"], jobs=2, accelerator="cpu")
-"""
+def swept(folder: Path) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    launch.COMMAND = FAKE
+    sweep(folder / "config.yaml", folder / "out", ["seed=[0, 1, 2]"], jobs=2, accelerator="cpu")
 
 
 @pytest.mark.slow
@@ -301,14 +296,15 @@ sweep(Path(sys.argv[2]), Path(sys.argv[3]), ["seed=[0, 1, 2]"], jobs=2, accelera
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_sweep_leaves_checkpoints_and_no_processes(tmp_path: Path, number: signal.Signals) -> None:
     runs = planned(tmp_path, "seed=[0, 1, 2]", steps=100_000)
-    words = [sys.executable, "-c", DRIVER, FAKE[1], str(tmp_path / "config.yaml"), str(tmp_path / "out")]
-    process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+    process = forks.start(swept, tmp_path)
     until = time.monotonic() + 60
     while not all((run.folder / "checkpoints").exists() for run in runs[:2]):
-        assert time.monotonic() < until and process.poll() is None
+        assert time.monotonic() < until and process.is_alive()
         time.sleep(0.05)
-    process.send_signal(number)
-    assert process.wait(60) != 0
+    assert process.pid is not None
+    os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode not in (0, None)
     while not all((run.folder / "asked").exists() and not alive(starts(run)[0][1]) for run in runs[:2]):
         assert time.monotonic() < until
         time.sleep(0.05)

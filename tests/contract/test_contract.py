@@ -80,12 +80,13 @@ ALIKE_TO_LAYERS = dict.fromkeys(
     "k-tied": "mean-field", "matrix-normal": "mean-field", "k-tied-flipout": "mean-field-flipout",
     "emp-learned": "emp", "ecmp-learned": "ecmp", "joint-biases": "joint-factors",
 }  # fmt: skip
+SLOW = ("flow-patch", "test_kl_is_the_average_log_ratio_and_zero_at_the_prior")  # thousands of draws
 AWKWARD_PROPERTY = "test_a_held_draw_is_the_same_function_folded_or_alone"
 
 
 def kept(name: str, pair: Pair) -> bool:
     method, layer = pair
-    awkward = layer in AWKWARD_LAYERS or method in AWKWARD_METHODS
+    awkward = layer in AWKWARD_LAYERS and method in AWKWARD_METHODS
     return method not in ALIKE_TO_LAYERS and (name == WHOLE or (name == AWKWARD_PROPERTY and awkward))
 
 
@@ -108,7 +109,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     name = metafunc.function.__name__
     if name in PROPERTIES:
         grid = PROPERTIES if metafunc.config.getoption("--full-contract", False) else array()
-        metafunc.parametrize(("method", "layer"), marked(grid[name], first_met(grid[name])))
+        quick = {pair for pair in first_met(grid[name]) if (pair[0], name) != SLOW}
+        metafunc.parametrize(("method", "layer"), marked(grid[name], quick))
 
 
 def test_every_pair_of_method_layer_and_property_is_in_the_array() -> None:
