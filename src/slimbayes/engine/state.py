@@ -131,11 +131,14 @@ class State:
 
 
 class Parameters(TorchFunctionMode):
-    """Parameters that are written to, as target networks are in a forward, are afterwards as they were."""
+    """Parameters that are written to, as target networks are in a forward, are afterwards as they were; not those of
+    FSDP2, which writes to them itself.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.sharded = any(hasattr(type(m), "unshard") for m in model.modules())
         self.places: dict[int, list[nn.Parameter]] = {}
         self.written: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # parameter, its numbers, and a copy of these
 
@@ -149,7 +152,7 @@ class Parameters(TorchFunctionMode):
 
     def _keep(self, target: Any) -> None:
         for one in target if isinstance(target, (list, tuple)) else [target]:
-            if type(one) not in (Tensor, nn.Parameter) or inside_func() or not _comparable(one.data):
+            if self.sharded or type(one) not in (Tensor, nn.Parameter) or inside_func() or not _comparable(one.data):
                 continue
             if not self.places:
                 for p in [p for p in self.model.parameters() if type(p) is nn.Parameter and _comparable(p.data)]:
