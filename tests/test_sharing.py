@@ -364,3 +364,37 @@ def test_a_module_is_not_shared_once_a_draw_was_used() -> None:
     model.late.append(1)
     shared, apart = _both(model, x, 2)
     torch.testing.assert_close(shared, apart, rtol=1e-5, atol=1e-6)
+
+
+class Packed(nn.Module):
+    """A plain LSTM over packed sequences ahead of what is drawn; inside a module it packs, or one that is given them."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.pack, self.lstm, self.head = Packs(), nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 3)
+        self.inside = inside
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = self.pack(x, lengths) if self.inside else pack(x, lengths)
+        return self.head(self.lstm(packed)[1][0][-1])
+
+
+class Packs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        return pack(self.first(x), lengths)
+
+
+def pack(x: Tensor, lengths: Tensor) -> Any:
+    return nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_packed_sequences_ahead_of_draws_are_not_cut(inside: bool) -> None:
+    net = sb.bayesianize(Packed(inside), sb.BatchEnsemble(members=3), include="head").eval()
+    inputs = torch.randn(6, 5, 4), torch.tensor([5, 3, 4, 2, 5, 1])
+    alone = sb.predict(net, inputs, seed=1, fold=False).probs
+    torch.testing.assert_close(sb.predict(net, inputs, seed=1).probs, alone)

@@ -26,6 +26,12 @@ class Continues(Exception):
     """What one draw leaves in the modules would lead the next; the text says what."""
 
 
+def _shapes(tree: Any) -> list[tuple[int, ...]] | None:
+    """Of all tensors in it; None where some are packed sequences, whose rows cannot be cut."""
+    arrays = arrays_of(tree)
+    return [tuple(a.shape) for a in arrays] if all(isinstance(a, Tensor) for a in arrays) else None
+
+
 @dataclass(eq=False)
 class Visit:
     """One call of a converted module in a run of the proof."""
@@ -71,14 +77,14 @@ class Probe(passes.Pass):
             if passes.current() is not self or kwargs is None:
                 return  # another thread's call; torch may not have marked the hook as taking keywords yet
             first = not self.visits and id(module) not in shapes
-            shapes[id(module)] = ([tuple(padded(a).shape) for a in arrays_of((args, kwargs))] if first else [], None)
+            shapes[id(module)] = ((_shapes((args, kwargs)) or []) if first else [], None)
             random = self.quiet.random if first else random
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
             ins, done = shapes.get(id(module), ([], None))
             undrawn = not self.visits and self.quiet.random == random
             if passes.current() is self and ins and done is None and undrawn:
-                shapes[id(module)] = (ins, [tuple(padded(a).shape) for a in arrays_of(output)])
+                shapes[id(module)] = (ins, _shapes(output))
 
         handles: list[Any] = []
         for module in modules if self.taint is None else ():
