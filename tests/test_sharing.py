@@ -367,7 +367,7 @@ def test_a_module_is_not_shared_once_a_draw_was_used() -> None:
 
 
 class Packed(nn.Module):
-    """A plain LSTM over packed sequences ahead of what is drawn; inside a module it packs, or one that is given them."""
+    """A plain LSTM over packed sequences ahead of what is drawn, which a module of its own packs, or the model."""
 
     def __init__(self, inside: bool) -> None:
         super().__init__()
