@@ -17,7 +17,7 @@ from typing import NamedTuple
 from cells import between
 
 from slimbayes.lab.config_files import load, read_tree
-from slimbayes.lab.paper_table import draws_of, measured
+from slimbayes.lab.paper_table import draws_of, scores_of_record
 from slimbayes.lab.trees import row_names
 from slimbayes.report import compare
 from slimbayes.report.metric import mean, t_interval
@@ -47,7 +47,7 @@ COLUMNS = (
 def scores(record: Record) -> dict[str, float]:
     """What the table shows of a run."""
     draws = draws_of(record, None)
-    found = measured(record, draws)
+    found = scores_of_record(record, draws)
     for e in (e for e in record.evaluations if e.draws == draws):
         found |= {"human_nll": e.metrics["nll"]} if e.role == "shift" else {}
         found |= {"validation_nll": e.metrics["nll"]} if e.role == "validation" else {}

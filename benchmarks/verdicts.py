@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from slimbayes.lab.paper_table import draws_of, measured
+from slimbayes.lab.paper_table import draws_of, scores_of_record
 from slimbayes.lab.papers import FEWEST, Claim
 from slimbayes.report.metric import mean, t_interval
 from slimbayes.report.record import read
@@ -67,7 +67,7 @@ def _records(files: Sequence[Path]) -> Rows:
     for record in map(read, files):
         # Records of stays were named with their data and seed.
         name = record.name.removeprefix(f"{record.data} ").removesuffix(f" {record.seed}")
-        found.setdefault(name, {})[record.seed] = measured(record, draws_of(record, None))
+        found.setdefault(name, {})[record.seed] = scores_of_record(record, draws_of(record, None))
     return found
 
 

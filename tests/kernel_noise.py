@@ -1,4 +1,4 @@
-"""The numbers that kernels make from a seed (kernels/draws.py), by numpy in float64: Philox, then Box and Muller."""
+"""The numbers that kernels make from a seed (kernels/philox.py), by numpy in float64: Philox, then Box and Muller."""
 
 from typing import Any
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from slimbayes.report.record import Cost, Evaluation, Example, Parameters, Record, Reliability, RiskCoverage
+from slimbayes.report.record import Evaluation, Example, ParameterCounts, Record, Reliability, RiskCoverage, RunCost
 
 CORRUPTIONS = [f"corruption {i:02d}" for i in range(19)]
 CLASSES = ["airplane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -201,12 +201,12 @@ def record(
         "config_hash": f"{seed:064x}",
         "commands": [f"slimbayes run {name}.yaml --set seed={seed}"],
         "classes": CLASSES,
-        "parameters": Parameters(plain=36_489_290, total=int(36_489_290 * ratio)),
+        "parameters": ParameterCounts(plain=36_489_290, total=int(36_489_290 * ratio)),
         "curve": curve,
         "evaluations": evaluations(rng, name, CORRUPTIONS[:corruptions], list(draws)),
         "examples": examples(rng, pictures),
         "environment": {"commit": "0" * 40, "python": "3.11.7", "torch": "2.13.0", "gpu": "one made-up GPU"},
-        "cost": Cost(
+        "cost": RunCost(
             train_seconds=4000 * ratio + 60 * seed,
             seconds_per_epoch=61.0 * ratio,
             evaluate_seconds=33.0,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes import diagnostics as dg
-from slimbayes.diagnostics.priors import plot_prior_functions, prior_functions
+from slimbayes.diagnostics.prior_plots import plot_prior_functions, prior_functions
 from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.diagnostics.spectra import low_rank
 from slimbayes.distributions.families import Distribution
@@ -838,7 +838,7 @@ def test_induced_priors_are_the_closed_forms() -> None:
     """Two normals: K0(|w|) / pi. Normal and Cauchy: exp(w^2 / 2) E1(w^2 / 2) / (pi sqrt(2 pi)). Inverse Gamma: t_2."""
     from scipy.special import exp1, k0
 
-    from slimbayes.diagnostics.priors import inverse_gamma_root
+    from slimbayes.diagnostics.prior_plots import inverse_gamma_root
 
     w = torch.tensor([-4.0, -1.0, 0.3, 0.8, 2.0, 6.0], dtype=torch.float64)
     a = w.abs().numpy()

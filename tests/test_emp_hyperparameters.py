@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributions import Gamma, kl_divergence
 
 import slimbayes as sb
-from slimbayes.distributions.kl import collapsed
+from slimbayes.distributions.kl import marginal_cost
 from slimbayes.lab.fit import fit, load_run
 
 
@@ -26,7 +26,7 @@ def test_the_collapsed_bound_is_the_evidence_of_the_hyperprior_by_quadrature(squ
         math.inf,
         epsabs=1e-13,
     )
-    assert float(collapsed(torch.tensor(square).double(), count, shape, mean)) == pytest.approx(-math.log(evidence))
+    assert float(marginal_cost(torch.tensor(square).double(), count, shape, mean)) == pytest.approx(-math.log(evidence))
 
 
 def best_q(square, count, shape, mean):
@@ -44,7 +44,7 @@ def test_it_is_what_is_left_of_the_bound_at_the_best_q_and_no_other_q_is_better(
         return float(first + kl_divergence(Gamma(a, b), Gamma(shape, shape / mean)))
 
     a, b = best_q(square, count, shape, mean)
-    best = float(collapsed(square, count, shape, mean))
+    best = float(marginal_cost(square, count, shape, mean))
     assert bound(a, b) == pytest.approx(best)
     assert all(bound(a * f, b * g) > best for f in (0.8, 1.0, 1.25) for g in (0.8, 1.0, 1.25) if (f, g) != (1.0, 1.0))
 
@@ -62,7 +62,7 @@ def test_a_models_kl_with_inferred_precisions_is_the_sum_over_its_layers(cross):
         q = layer.posterior["weight"]
         for own, others, mean in ((layer.weight, q.weight, 2.0), (layer.bias, q.bias, 0.5)):
             every = torch.cat([own[None], others]).detach()
-            expected += float(collapsed(every.square().sum() / 3, own.numel(), 1.5, mean))
+            expected += float(marginal_cost(every.square().sum() / 3, own.numel(), 1.5, mean))
     assert float(sb.kl(net).detach()) == pytest.approx(expected, rel=1e-5)
     sb.kl(net).backward()
     assert net[1].weight.grad is not None and net[1].posterior["weight"].weight.grad is not None
@@ -73,7 +73,7 @@ def test_a_models_kl_with_inferred_precisions_is_the_sum_over_its_layers(cross):
     shared = sb.shared_precision(net, shape=1.5, tau=2.0, rho=0.5)
     first = [(net[0].weight, 2.0), (net[0].bias, 0.5)]
     assert float(shared.detach()) == pytest.approx(
-        sum(float(collapsed(p.detach().square().sum(), p.numel(), 1.5, mean)) for p, mean in first), rel=1e-5
+        sum(float(marginal_cost(p.detach().square().sum(), p.numel(), 1.5, mean)) for p, mean in first), rel=1e-5
     )
 
 

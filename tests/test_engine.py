@@ -1410,8 +1410,8 @@ def test_known_sizes_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) ->
     from slimbayes.engine import locate
 
     model = sb.bayesianize(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), RANDOM)
-    trials, probed = [], locate.probed
-    monkeypatch.setattr(locate, "probed", lambda *args: trials.append(args) or probed(*args))
+    trials, run_probe = [], locate.run_probe
+    monkeypatch.setattr(locate, "run_probe", lambda *args: trials.append(args) or run_probe(*args))
     for rows in (8, 8, 5, 16, 7):  # 8 rows and two members: 16 were seen, then 10, then 32
         sb.sample(model, torch.randn(rows, 4))
     assert len(trials) == 2  # once, for 32 rows

@@ -18,7 +18,7 @@ def test_under_the_interpreter() -> None:
 
 if INTERPRETED or CUDA:
     from slimbayes.engine import fused
-    from slimbayes.kernels.dense import Lines, scaled_product
+    from slimbayes.kernels.dense import KernelLines, scaled_product
     from slimbayes.kernels.scale import NORMAL, How, scaled
 
 
@@ -59,7 +59,7 @@ def test_equals_its_definition(shape: tuple[int, int, int, int], out_dim: int, f
     tensors = numbers(*shape, out_dim)
 
     def ours(x: Tensor, weight: Tensor, s: Tensor, r: Tensor, bias: Tensor) -> Tensor:
-        return scaled_product(x, weight, out_dim, Lines(s), Lines(r), bias)
+        return scaled_product(x, weight, out_dim, KernelLines(s), KernelLines(r), bias)
 
     found = gradients(ours, tensors, torch.float32, frozen)
     wanted = gradients(lambda *t: defined(*t, out_dim), tensors, torch.float64, frozen)
@@ -75,7 +75,7 @@ def test_rows_of_many_positions_are_rows() -> None:
     x, *others = numbers(6, 2, 3, 5, 0)
 
     def ours(x: Tensor, weight: Tensor, s: Tensor, r: Tensor, bias: Tensor) -> Tensor:
-        return scaled_product(x.view(2, 3, 3), weight, 0, Lines(s), Lines(r), bias).transpose(0, 1)
+        return scaled_product(x.view(2, 3, 3), weight, 0, KernelLines(s), KernelLines(r), bias).transpose(0, 1)
 
     found = gradients(ours, [x, *others], torch.float32)
     wanted = gradients(lambda *t: defined(*t, 0).view(2, 3, 5).transpose(0, 1), [x, *others], torch.float64)
@@ -88,7 +88,7 @@ def test_rows_of_many_positions_are_rows() -> None:
 def test_half_precision(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     tensors = numbers(8, 4, 16, 16, 0)
-    found = gradients(lambda x, w, s, r, b: scaled_product(x, w, 0, Lines(s), Lines(r), b), tensors, dtype)
+    found = gradients(lambda x, w, s, r, b: scaled_product(x, w, 0, KernelLines(s), KernelLines(r), b), tensors, dtype)
     wanted = gradients(lambda *t: defined(*t, 0), [t.to(dtype) for t in tensors], torch.float64)
     for a, b in zip(found, wanted, strict=True):
         assert float((a - b).abs().max()) < 0.05 * float(b.abs().max())
@@ -102,7 +102,7 @@ def test_seeded_noise_is_that_of_the_single_steps() -> None:
     hows = [How(NORMAL, salt=salt) for salt in (2, 3)]
 
     def ours(x: Tensor, weight: Tensor, s: Tensor, a: Tensor, r: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-        return scaled_product(x, weight, 0, Lines(s, a, hows[0]), Lines(r, b, hows[1]), bias, seed)
+        return scaled_product(x, weight, 0, KernelLines(s, a, hows[0]), KernelLines(r, b, hows[1]), bias, seed)
 
     def steps(x: Tensor, weight: Tensor, s: Tensor, a: Tensor, r: Tensor, b: Tensor, bias: Tensor) -> Tensor:
         return scaled(scaled(x, s, a, None, seed, hows[0]) @ weight.T, r, b, bias, seed, hows[1])
@@ -115,7 +115,7 @@ def test_seeded_noise_is_that_of_the_single_steps() -> None:
 @needs_triton
 def test_second_derivatives_are_refused() -> None:
     tensors = [t.requires_grad_() for t in numbers(4, 2, 3, 3, 0)]
-    y = scaled_product(tensors[0], tensors[1], 0, Lines(tensors[2]), Lines(tensors[3]), tensors[4])
+    y = scaled_product(tensors[0], tensors[1], 0, KernelLines(tensors[2]), KernelLines(tensors[3]), tensors[4])
     with pytest.raises(NotImplementedError, match=r"kernels\.disable"):
         torch.autograd.grad(y.sum(), tensors, create_graph=True)
 

@@ -121,7 +121,7 @@ def test_plain_torch_keeps_cell_states_in_float32(dtype: torch.dtype) -> None:
 
 
 class Loop:
-    """What kernels/recurrent.py computes, by the loop and its gradients."""
+    """What kernels/lstm_triton.py computes, by the loop and its gradients."""
 
     @staticmethod
     def forward(gates: Tensor, cell: Cell, h: Tensor, c: Tensor, lengths: Any, reverse: bool, keep: bool) -> Any:
@@ -146,7 +146,7 @@ class Loop:
 @pytest.fixture
 def operation(monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernels.ready(torch.zeros(1)):
-        monkeypatch.setattr(kernels, "recurrent", Loop, raising=False)
+        monkeypatch.setattr(kernels, "lstm_triton", Loop, raising=False)
         monkeypatch.setattr("slimbayes.kernels.lstm.ready", lambda x: True)
 
 

@@ -8,7 +8,7 @@ import pytest
 from lab_configs import CPU, call, experiment
 
 from slimbayes.diagnostics import spectrum
-from slimbayes.lab.after_training import diagnose_run, lines
+from slimbayes.lab.after_training import diagnose_run, diagnosis_lines
 from slimbayes.lab.diagnose import Case, scores
 from slimbayes.lab.fit import fit, load_run
 
@@ -28,7 +28,7 @@ def test_a_gaussian_posterior_is_asked_everything(tmp_path: Path) -> None:
     assert found["rank 2"]["neg_elbo"] == pytest.approx(found["scores"]["neg_elbo"], rel=1e-4)
     assert found["rank 1"]["kl"] != found["scores"]["kl"]
 
-    told = lines(found)
+    told = diagnosis_lines(found)
     assert max(map(len, told)) <= 80
     text = "\n".join(told)
     for part in ("-ELBO", "ece", "k-hat", "Scales cut to a rank", "Signal-to-noise", "dense1.weight", "64x8"):
@@ -42,7 +42,7 @@ def test_picks_have_no_spectrum_and_it_says_so(tmp_path: Path) -> None:
     assert "spectrum" not in found and "rank 1" not in found
     assert any("No layer of this" in note for note in found["notes"])
     printed = call("diagnose", run, "--draws", 2, "--accelerator", "cpu").stdout.splitlines()
-    assert printed == lines(found) and max(map(len, printed)) <= 80
+    assert printed == diagnosis_lines(found) and max(map(len, printed)) <= 80
     accuracy, rows = found["scores"]["accuracy"], 100
     assert found["scores"]["accuracy_sem"] == pytest.approx(math.sqrt(accuracy * (1 - accuracy) / (rows - 1)))
 

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.inference.curvature import accumulate, labelled
-from slimbayes.inference.evidence import Single, Spectrum, best_precision, triangular
+from slimbayes.inference.curvature import accumulate, labelled_batches
+from slimbayes.inference.evidence import CurvatureSpectrum, Single, best_precision, triangular
 from slimbayes.inference.means import k_tied_logs
 
 
@@ -128,7 +128,7 @@ def test_curvature_is_that_of_brute_force() -> None:
     ):
         expected = brute_force(net, batches, information)
         sb.bayesianize(net, sb.JointNormal())
-        found = accumulate(net, labelled(net, batches), likelihood)
+        found = accumulate(net, labelled_batches(net, batches), likelihood)
         for p, matrix in zip(posteriors_of(net), matrices(found), strict=True):
             torch.testing.assert_close(matrix[0], expected[p.layer.bayes_name], rtol=1e-8, atol=1e-10)
 
@@ -138,8 +138,8 @@ def test_curvature_of_means_and_scales_is_the_average_of_scores() -> None:
     net, batches = mlp(2), data(classes=None, outputs=1)
     batches = [(x, y[:, 0]) for x, y in batches]
     sb.bayesianize(net, sb.JointNormal())
-    exact = accumulate(net, labelled(net, batches), "heteroscedastic_gaussian")
-    drawn = accumulate(net, labelled(net, batches), "heteroscedastic_gaussian", samples=400)
+    exact = accumulate(net, labelled_batches(net, batches), "heteroscedastic_gaussian")
+    drawn = accumulate(net, labelled_batches(net, batches), "heteroscedastic_gaussian", samples=400)
     for a, b in zip(matrices(exact), matrices(drawn), strict=True):
         assert float((a - b).norm() / a.norm()) < 0.15
 
@@ -179,9 +179,9 @@ def test_rows_that_cannot_be_told_apart_run_one_by_one() -> None:
     net, batches = Windows().double().eval(), data(7)
     plain = nn.Sequential(copy.deepcopy(net.fc))
     sb.bayesianize(plain, sb.JointNormal())
-    wanted = accumulate(plain, labelled(plain, batches), "categorical")
+    wanted = accumulate(plain, labelled_batches(plain, batches), "categorical")
     sb.bayesianize(net, sb.JointNormal())
-    found = accumulate(net, labelled(net, batches), "categorical")
+    found = accumulate(net, labelled_batches(net, batches), "categorical")
     torch.testing.assert_close(matrices(found)[0], matrices(wanted)[0])
 
 
@@ -209,8 +209,8 @@ def test_rows_together_have_the_curvature_of_rows_alone(kind: str, over: Any) ->
     net = net.double().eval()
     x, y = torch.randn(shape).double(), torch.randint(3, (6,))
     sb.bayesianize(net, sb.JointNormal(over=over))
-    together = accumulate(net, labelled(net, [(x, y)]), "categorical")
-    alone = accumulate(net, labelled(net, list(zip(x.split(1), y.split(1), strict=True))), "categorical")
+    together = accumulate(net, labelled_batches(net, [(x, y)]), "categorical")
+    alone = accumulate(net, labelled_batches(net, list(zip(x.split(1), y.split(1), strict=True))), "categorical")
     for a, b in zip(matrices(together), matrices(alone), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-10)
         assert float(a.diagonal(dim1=1, dim2=2).max()) > 0
@@ -346,7 +346,7 @@ def test_members_of_a_converted_model_keep_their_means() -> None:
     covariances = [p.covariance()[1] for p in posteriors_of(net)]
     scaled_by = [torch.cat([p.r.loc[1, 0], p.s.loc[1, 0]]).detach() for p in posteriors_of(net)]
     sb.bayesianize(before[1], sb.JointNormal())
-    plain = accumulate(before[1], labelled(before[1], batches), "categorical")
+    plain = accumulate(before[1], labelled_batches(before[1], batches), "categorical")
     for covariance, matrix, factor, precision in zip(
         covariances, matrices(plain), scaled_by, fit.prior_precision.values(), strict=True
     ):
@@ -459,7 +459,7 @@ def test_bad_input_is_said_in_words_and_changes_nothing(make: Any, batches: Any,
 
 def test_a_precision_that_runs_away_and_curvature_that_is_not_finite() -> None:
     with pytest.raises(ValueError, match=r"of fc runs away to infinity.*Give prior="):
-        best_precision([Spectrum("fc", torch.ones(1, 3), scatter=0.0)])
+        best_precision([CurvatureSpectrum("fc", torch.ones(1, 3), scatter=0.0)])
     net = sb.bayesianize(mlp().float(), sb.Rank1(members=2))
     before = {name: value.clone() for name, value in net.state_dict().items()}
     with pytest.raises(FloatingPointError, match=r"curvature of 0.weight is NaN"):
@@ -649,7 +649,7 @@ def test_noise_is_found_where_layers_determine_more_than_there_are_targets() -> 
     """Each by its own account; the evidence still has a maximum."""
     net, x = mlp(1), torch.randn(12, 4).double()
     fit = sb.laplace(net, [(x, net(x).detach() + 1e-3 * torch.randn(12, 1).double())], "gaussian")
-    curvature = accumulate(net, labelled(net, [(x, torch.zeros(12, 1).double())]), "gaussian")
+    curvature = accumulate(net, labelled_batches(net, [(x, torch.zeros(12, 1).double())]), "gaussian")
     given = [s / fit.noise**2 for block in curvature.blocks for s in block.spectrum()]
     gamma = sum(float((s / (s + p)).sum()) for s, p in zip(given, fit.prior_precision.values(), strict=True))
     assert sum(map(len, given)) > 12 and gamma < 12

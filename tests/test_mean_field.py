@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slimbayes as sb
-from slimbayes.distributions.scales import digits, rademacher
+from slimbayes.distributions.scales import bits_as_signs, rademacher
 from slimbayes.engine import passes
 from slimbayes.engine.noise import draw
 from slimbayes.layers.base import BayesLayer
@@ -109,7 +109,7 @@ def test_signs_are_the_digits_of_a_quantile_however_they_are_made() -> None:
     by_hand = [1 - 2 * ((quantiles * 2 ** (j + 1)).floor().clamp_max(2 ** (j + 1) - 1) % 2) for j in range(8)]
     torch.testing.assert_close(rademacher(normals), torch.stack(by_hand, -1).flatten(1))
     byte = (torch.special.ndtr(normals) * 256).clamp_max(255).to(torch.uint8)
-    assert torch.equal(digits(byte).flatten(1), rademacher(normals))
+    assert torch.equal(bits_as_signs(byte).flatten(1), rademacher(normals))
 
 
 def test_signs_of_all_layers_are_those_of_each() -> None:

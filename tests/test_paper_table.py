@@ -8,12 +8,20 @@ import pytest
 import torch
 
 from slimbayes.lab.diagnose import Case, diagnose
-from slimbayes.lab.paper_table import Reproduction, RowResult, averages, draws_of, markdown, measured, relative_errors
+from slimbayes.lab.paper_table import (
+    Reproduction,
+    RowResult,
+    averages,
+    draws_of,
+    markdown,
+    relative_errors,
+    scores_of_record,
+)
 from slimbayes.lab.papers import Claim, find, listings
 from slimbayes.lab.predictor import Predictor
 from slimbayes.lab.scores import calibration_errors
 from slimbayes.metrics import ALEXNET
-from slimbayes.report.record import Cost, Evaluation, Parameters, Record, Reliability
+from slimbayes.report.record import Evaluation, ParameterCounts, Record, Reliability, RunCost
 
 
 def record(
@@ -44,9 +52,9 @@ def record(
         config={},
         config_hash="h",
         commands=[],
-        parameters=Parameters(plain=100, total=150),
+        parameters=ParameterCounts(plain=100, total=150),
         evaluations=evaluations,
-        cost=Cost(train_seconds=1.0, seconds_per_epoch=1.0),
+        cost=RunCost(train_seconds=1.0, seconds_per_epoch=1.0),
     )
 
 
@@ -55,7 +63,7 @@ def test_measured_numbers_of_a_record() -> None:
         0.8, {("fog", 1): 0.6, ("fog", 3): 0.4}, members=[{"nll": 1.0}, {"nll": 3.0}], diversity={"disagreement": 0.2}
     )
     assert draws_of(made, None) == 4 and draws_of(made, 3) == 1 and draws_of(made, 1) == 1
-    found = measured(made, 4)
+    found = scores_of_record(made, 4)
     assert found["nll"] == 0.25 and found["corrupted_accuracy"] == pytest.approx(0.5) and found["member_nll"] == 2.0
     assert found["overhead"] == 0.5 and found["disagreement"] == 0.2
 
@@ -63,7 +71,7 @@ def test_measured_numbers_of_a_record() -> None:
 def test_records_of_real_targets_have_no_errors() -> None:
     made = record(0.8, {})
     real = [e.model_copy(update={"metrics": {"rmse": 1.5, "lpd": -2.0}}) for e in made.evaluations]
-    found = measured(made.model_copy(update={"evaluations": real}), 4)
+    found = scores_of_record(made.model_copy(update={"evaluations": real}), 4)
     assert found["rmse"] == 1.5 and "corruption_error" not in found
 
 
@@ -92,25 +100,25 @@ def test_corruption_errors_relative_to_another_row() -> None:
 def test_imagenet_is_compared_with_alexnet() -> None:
     mean = {name: rates[0] for name, rates in ALEXNET.items()}
     half = record(1 - 0.3, {(name, s): 1 - rate / 2 for name, rate in mean.items() for s in range(1, 6)})
-    found = measured(half.model_copy(update={"data": "imagenet"}), 4)
+    found = scores_of_record(half.model_copy(update={"data": "imagenet"}), 4)
     assert found["corruption_error"] == pytest.approx(50.0)
     relative = [(rate / 2 - 0.3) / (rate - 0.435) for rate in mean.values()]
     assert found["relative_corruption_error"] == pytest.approx(100 * sum(relative) / 15)
-    assert "corruption_error" not in measured(half, 4), "AlexNet knows ImageNet alone"
+    assert "corruption_error" not in scores_of_record(half, 4), "AlexNet knows ImageNet alone"
 
 
 def test_validation_rows_have_columns_of_their_own() -> None:
     made = record(0.8, {})
     held = Evaluation(data="d", role="validation", draws=4, rows=5, metrics={"nll": 0.7, "aucpr": 0.3})
-    found = measured(made.model_copy(update={"evaluations": [*made.evaluations, held]}), 4)
+    found = scores_of_record(made.model_copy(update={"evaluations": [*made.evaluations, held]}), 4)
     assert found["validation_nll"] == 0.7 and found["validation_aucpr"] == 0.3 and found["nll"] == 0.25
-    assert not any(name.startswith("validation_") for name in measured(made, 4))
+    assert not any(name.startswith("validation_") for name in scores_of_record(made, 4))
 
 
 def test_real_targets_have_no_error_rates() -> None:
     made = record(0.8, {})
     real = [e.model_copy(update={"metrics": {"rmse": 2.0}}) for e in made.evaluations]
-    assert measured(made.model_copy(update={"evaluations": real}), 4)["rmse"] == 2.0
+    assert scores_of_record(made.model_copy(update={"evaluations": real}), 4)["rmse"] == 2.0
 
 
 def test_claims_are_judged_by_paired_differences() -> None:

@@ -19,7 +19,7 @@ from slimbayes.data import table_files
 from slimbayes.lab import predict_input
 from slimbayes.lab.config import Data
 from slimbayes.lab.fit import fit
-from slimbayes.lab.predict_file import fitted, predict_file
+from slimbayes.lab.predict_file import check_and_fit, predict_file
 from slimbayes.lab.predict_input import row_blocks
 from slimbayes.lab.task import open_task
 
@@ -157,9 +157,9 @@ def test_rows_that_cannot_be_judged_are_refused(kind: str, images_run: Path, tmp
 @pytest.mark.parametrize("word", ["3.5", "99", "-1"])
 def test_words_that_are_none_are_refused(word: str) -> None:
     task = open_task(Data(name="mine"), None, mine(torch.randint(0, 30, (60, 2)), torch.arange(60) % 2, "no", "yes"))
-    assert not fitted(torch.tensor([[1.0, 2.0]]), task, "x.csv").is_floating_point()
+    assert not check_and_fit(torch.tensor([[1.0, 2.0]]), task, "x.csv").is_floating_point()
     with pytest.raises(ValueError, match="row 0"):
-        fitted(torch.tensor([[1.0, float(word)]]), task, "x.csv")
+        check_and_fit(torch.tensor([[1.0, float(word)]]), task, "x.csv")
 
 
 # --- in pieces, and whole or not at all ---

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from slimbayes.report.groups import Group
-from slimbayes.report.record import Cost, Evaluation, Parameters, Record
+from slimbayes.report.groups import RunGroup
+from slimbayes.report.record import Evaluation, ParameterCounts, Record, RunCost
 from slimbayes.report.tables import reasons
 
 
-def group(name: str, nll: list[float], train: list[float], kl: float = 0.0, few: float | None = None) -> Group:
+def group(name: str, nll: list[float], train: list[float], kl: float = 0.0, few: float | None = None) -> RunGroup:
     """Runs with these NLLs of test rows, all with this curve; `few` is the NLL with one draw instead of four."""
 
     def run(seed: int, value: float) -> Record:
@@ -18,11 +18,11 @@ def group(name: str, nll: list[float], train: list[float], kl: float = 0.0, few:
         curve: list[Any] = [{"epoch": e, "nll": v, "kl": 10 * kl, "kl_weight": 0.1} for e, v in enumerate(train, 1)]
         return Record(
             name=name, method="Deterministic" if name == "plain" else name, data="d", seed=seed, config={},
-            config_hash="", commands=[], parameters=Parameters(plain=1, total=1), curve=curve, evaluations=tests,
-            cost=Cost(train_seconds=1, seconds_per_epoch=1),
+            config_hash="", commands=[], parameters=ParameterCounts(plain=1, total=1), curve=curve, evaluations=tests,
+            cost=RunCost(train_seconds=1, seconds_per_epoch=1),
         )  # fmt: skip
 
-    return Group("d", name, tuple(run(seed, value) for seed, value in enumerate(nll)))
+    return RunGroup("d", name, tuple(run(seed, value) for seed, value in enumerate(nll)))
 
 
 PLAIN = group("plain", [0.1, 0.1, 0.1], [0.05] * 20)
@@ -45,7 +45,7 @@ PLAIN = group("plain", [0.1, 0.1, 0.1], [0.05] * 20)
         (group("a", [0.2] * 3, []), "The records hold no losses of training"),
     ],
 )
-def test_the_cause_is_told(other: Group, told: str) -> None:
+def test_the_cause_is_told(other: RunGroup, told: str) -> None:
     (note,) = reasons([PLAIN, other])
     assert told in note
 

@@ -16,7 +16,7 @@ from slimbayes.lab.papers import find, list_all, listings, roots
 from slimbayes.lab.reproduce import Incomplete, parse_seeds, reproduce
 from slimbayes.lab.table_status import overview, row_statuses, status
 from slimbayes.metrics.corruption import corruption_errors
-from slimbayes.report.record import Cost, Parameters, Record, read, write
+from slimbayes.report.record import ParameterCounts, Record, RunCost, read, write
 
 CPU = Execution(accelerator="cpu")
 BASE = """
@@ -108,7 +108,7 @@ def test_records_of_another_config_say_what_differs(folder: Path, tmp_path: Path
     write_table(folder, MEAN_FIELD)
     experiment = find("toy/table1", [folder])[0].experiment("small")
     tree = experiment.resolved
-    size, cost = Parameters(plain=1, total=1), Cost(train_seconds=1, seconds_per_epoch=1)
+    size, cost = ParameterCounts(plain=1, total=1), RunCost(train_seconds=1, seconds_per_epoch=1)
     record = Record(
         name=experiment.name, method="m", data="digits", seed=0, config=tree | {"train": tree["train"] | {"batch": 50}},
         config_hash="", commands=[], parameters=size, cost=cost,

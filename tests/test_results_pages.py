@@ -14,7 +14,7 @@ import verdicts
 
 from slimbayes.lab.config_files import load, read_tree
 from slimbayes.lab.trees import row_names
-from slimbayes.report.record import Cost, Evaluation, Parameters, Record, read
+from slimbayes.report.record import Evaluation, ParameterCounts, Record, RunCost, read
 
 ROOT = Path(__file__).parents[1]
 METHODS = ROOT / "experiments" / "cifar10" / "methods.yaml"
@@ -33,8 +33,8 @@ def record(name: str, seed: int, nll: float, corrupted: float = 1.0, total: int 
     ]  # fmt: skip
     return Record(
         name=name, method=name, data="cifar10", seed=seed, config={"train": {"epochs": 40}}, config_hash="",
-        commands=[], parameters=Parameters(plain=100, total=total), cost=Cost(train_seconds=1, seconds_per_epoch=1),
-        evaluations=made,
+        commands=[], parameters=ParameterCounts(plain=100, total=total), evaluations=made,
+        cost=RunCost(train_seconds=1, seconds_per_epoch=1),
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def squares(u: Tensor, v: Tensor) -> Tensor:
 
 
 def shifted(u: Tensor, v: Tensor) -> Tensor:
-    return sums.shifted(u, u.square(), torch.linspace(-1, 2, u.numel(), dtype=u.dtype).view_as(u)) * v[0]
+    return sums.mean_plus_noise(u, u.square(), torch.linspace(-1, 2, u.numel(), dtype=u.dtype).view_as(u)) * v[0]
 
 
 EVERY: list[Callable[[Tensor, Tensor], Tensor]] = [sums.outer, sums.sum_log_outer, excess, squares, shifted]

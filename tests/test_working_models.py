@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from working_models import B, C, whole
 
 import slimbayes as sb
-from slimbayes.engine.trial import unvalidated
+from slimbayes.engine.trial import without_validation
 
 METHODS: dict[str, Any] = {
     "batch-ensemble": sb.BatchEnsemble(members=3),
@@ -296,7 +296,7 @@ def test_distributions_that_look_at_their_parameters_keep_rows_apart() -> None:
 
 @pytest.mark.usefixtures("validating")
 def test_trials_of_several_threads_leave_distributions_as_they_were() -> None:
-    first, second = unvalidated(), unvalidated()  # one thread begins before, and ends before, another
+    first, second = without_validation(), without_validation()  # one thread begins before, and ends before, another
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

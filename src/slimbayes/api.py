@@ -19,8 +19,8 @@ from slimbayes.convert.summary import Cost as Cost
 from slimbayes.convert.summary import Summary as Summary
 from slimbayes.convert.summary import estimate_cost as estimate_cost
 from slimbayes.convert.summary import summary as summary
-from slimbayes.convert.training import Trainable as Trainable
-from slimbayes.convert.training import trainable as trainable
+from slimbayes.convert.trainable import Trainable as Trainable
+from slimbayes.convert.trainable import trainable as trainable
 from slimbayes.distributions.families import Cauchy as Cauchy
 from slimbayes.distributions.families import HalfCauchy as HalfCauchy
 from slimbayes.distributions.families import LogNormal as LogNormal
@@ -57,12 +57,12 @@ from slimbayes.posteriors.configs.mixture import DropConnect as DropConnect
 from slimbayes.posteriors.configs.mixture import FlowPatch as FlowPatch
 from slimbayes.posteriors.configs.mixture import Mixture as Mixture
 from slimbayes.posteriors.configs.mixture import ModelPatch as ModelPatch
-from slimbayes.posteriors.configs.modules import Ensemble as Ensemble
-from slimbayes.posteriors.configs.modules import MCDropout as MCDropout
-from slimbayes.posteriors.configs.modules import MemberNorm as MemberNorm
 from slimbayes.posteriors.configs.rank1 import BatchEnsemble as BatchEnsemble
 from slimbayes.posteriors.configs.rank1 import JointNormal as JointNormal
 from slimbayes.posteriors.configs.rank1 import Rank1 as Rank1
+from slimbayes.posteriors.configs.whole_modules import Ensemble as Ensemble
+from slimbayes.posteriors.configs.whole_modules import MCDropout as MCDropout
+from slimbayes.posteriors.configs.whole_modules import MemberNorm as MemberNorm
 from slimbayes.prediction.export import export as export
 from slimbayes.prediction.far import Far as Far
 from slimbayes.prediction.far import far as far

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from slimbayes.diagnostics.spectra import plot_scales as plot_scales
 from slimbayes.diagnostics.spectra import plot_spectrum as plot_spectrum
-from slimbayes.layers.base import sited
+from slimbayes.layers.base import sites_in
 from slimbayes.metrics.functional import calibration
 from slimbayes.prediction.accumulate import along_draws
-from slimbayes.prediction.figures import BLUE, GREY, ORANGE, bare, empty_figure
-from slimbayes.prediction.figures import bands as bands
-from slimbayes.prediction.figures import uncertainties as uncertainties
+from slimbayes.prediction.panels import BLUE, GREY, ORANGE, empty_figure, remove_box
+from slimbayes.prediction.panels import bands as bands
+from slimbayes.prediction.panels import uncertainties as uncertainties
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.likelihoods import likelihood_named
 
@@ -71,7 +71,7 @@ def reliability(prediction: Prediction, target: Tensor, bins: int = _BINS) -> Fi
     upper.legend(frameon=False, fontsize=9, loc="upper left")
     lower.set(xlabel=across, ylabel="rows")
     for panel in (upper, lower):
-        bare(panel)
+        remove_box(panel)
     return figure
 
 
@@ -117,7 +117,7 @@ def risk_coverage(prediction: Prediction, target: Tensor) -> Figure:
     panel.set(xlabel="coverage: share of rows answered", ylabel="error rate" if discrete else "RMSE", xlim=(0, 1.02))
     panel.set_ylim(bottom=0)
     panel.legend(frameon=False, fontsize=9)
-    bare(panel)
+    remove_box(panel)
     return figure
 
 
@@ -196,7 +196,7 @@ def posterior_scales(model: nn.Module, most: int = 40) -> Figure:
 def _ratios(model: nn.Module) -> dict[str, Tensor]:
     """Scales over the prior's of each posterior that has any, by name."""
     found: dict[str, Tensor] = {}
-    for _, layer, site, posterior in sited(model):
+    for _, layer, site, posterior in sites_in(model):
         ratios = posterior.against_prior(layer.linear_map(site))
         if ratios:
             found[str(posterior.name)] = torch.cat([r.flatten().double().cpu() for _, r in ratios])

@@ -32,7 +32,7 @@ from slimbayes.prediction.sample import sample
 from slimbayes.train import schedules
 from slimbayes.train.elbo import ELBO, elbo
 from slimbayes.train.likelihoods import Form, LikelihoodName, likelihood_named
-from slimbayes.train.optim import apart, param_groups
+from slimbayes.train.optim import networks_of, param_groups
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
@@ -132,7 +132,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         for name in ("loss", "nll", "kl"):
             self.log(name, getattr(terms, name).detach(), prog_bar=name == "loss", batch_size=len(y))
         # Members of a deep ensemble each train as they would alone: their losses are summed.
-        return terms.loss * len(apart(self.model)) if self.form == "average" else terms.loss
+        return terms.loss * len(networks_of(self.model)) if self.form == "average" else terms.loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._judge("val", batch)

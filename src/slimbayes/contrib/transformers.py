@@ -19,7 +19,7 @@ from transformers import GenerationConfig, Trainer
 from slimbayes.convert.checkpoint import save
 from slimbayes.convert.convert import conversions_of
 from slimbayes.engine.noise import Seed
-from slimbayes.inference.curvature import IGNORED, aligned, loss_facts, without_labels
+from slimbayes.inference.curvature import IGNORED, align_labels, loss_facts, without_labels
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train import schedules
@@ -101,7 +101,7 @@ class BayesTrainer(Trainer):
 
     def _nll(self, model: nn.Module, logits: Tensor, labels: Tensor, num_items: Any) -> Tensor:
         """Mean over a batch's targets, or its share of the mean over those of the whole optimizer step."""
-        logits, labels = aligned(self.accelerator.unwrap_model(model), logits, labels)
+        logits, labels = align_labels(self.accelerator.unwrap_model(model), logits, labels)
         flat = logits.flatten(0, -2).float(), labels.flatten()
         if not self._normalised(num_items):
             return nn.functional.cross_entropy(*flat, ignore_index=IGNORED)
@@ -148,7 +148,7 @@ class BayesTrainer(Trainer):
         rest, labels = without_labels(inner, inputs)
         with self.compute_loss_context_manager():
             found = predict(inner, rest, self.draws, keep_samples=False, output="logits")
-        logs, labels = aligned(inner, found.log_probs, labels)
+        logs, labels = align_labels(inner, found.log_probs, labels)
         loss = nn.functional.nll_loss(logs.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
         return (loss, None, None) if prediction_loss_only else (loss, logs.contiguous(), labels.contiguous())
 

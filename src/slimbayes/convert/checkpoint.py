@@ -31,7 +31,7 @@ from slimbayes.convert.plan import Selection
 from slimbayes.convert.remarks import report_unsaved
 from slimbayes.convert.saved_config import read_config
 from slimbayes.convert.summary import estimate_cost
-from slimbayes.convert.training import belongs, freeze, unmoved
+from slimbayes.convert.trainable import freeze, heads_among, is_saved_name
 from slimbayes.engine.locate import unwrapped
 from slimbayes.errors import SlimbayesWarning, cut
 from slimbayes.files import FORMAT, CheckpointError, as_json, read_folder, write_folder
@@ -110,7 +110,9 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
         raise CheckpointError(
             "load needs the plain base model, but this one is converted already. Call debayesianize first."
         )
-    inside = belongs(model, [f"{c['module']}.{name}".strip(".") for c in config["conversions"] for name in c["saved"]])
+    inside = is_saved_name(
+        model, [f"{c['module']}.{name}".strip(".") for c in config["conversions"] for name in c["saved"]]
+    )
     own = {name: tensor for name, tensor in _state(model).items() if not inside(name)}
     weights = "base.safetensors" in files
     _check_base(config["base"], own, "structure" if weights else check_base)
@@ -141,7 +143,7 @@ def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """State of the posteriors and of everything else."""
     state = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in _state(model).items()}
     # Members of an ensemble may have tied weights, which safetensors wants apart.
-    inside = belongs(model, _saved(model))
+    inside = is_saved_name(model, _saved(model))
     posterior = {n: t.detach().cpu() for n, t in state.items() if inside(n)}
     for name, tensor in posterior.items():  # in half precision, where it holds all numbers: loading widens them again
         short = tensor.half() if tensor.dtype == torch.float32 else tensor
@@ -171,7 +173,7 @@ def _conversions(model: nn.Module) -> list[dict[str, Any]]:
         record = {"module": name, "batch_dim": conversion.batch_dim, "groups": list(groups.values())}
         # Only where there is anything to say: checkpoints of models that train as a whole stay as they were.
         saved = {"saved": conversion.saved} if conversion.saved else {}
-        if conversion.heads != unmoved(root, conversion.saved):
+        if conversion.heads != heads_among(root, conversion.saved):
             saved["heads"] = conversion.heads
         out.append(record | saved | ({"frozen": True} if conversion.frozen else {}))
     return out
@@ -192,9 +194,9 @@ def _convert(model: nn.Module, conversions: list[dict[str, Any]], posterior: dic
                     bayesianize(module, config, include=include, batch_dim=record["batch_dim"])
             conversion = module.__dict__["_slimbayes"]
             conversion.saved = record["saved"]
-            conversion.heads = record.get("heads", unmoved(module, record["saved"]))
+            conversion.heads = record.get("heads", heads_among(module, record["saved"]))
             conversion.frozen = freeze(module, conversion.heads) if record["frozen"] else []
-        inside = belongs(model, _saved(model))
+        inside = is_saved_name(model, _saved(model))
         needed = {name: tensor for name, tensor in _state(model).items() if inside(name)}
         _check_same(posterior, _shapes(needed), f"{folder / 'posterior.safetensors'} does not fit")
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:

@@ -14,7 +14,7 @@ from torch import nn
 
 from slimbayes.convert.plan import Decision, Selection, plan, refuse
 from slimbayes.convert.remarks import refuse_fixed_code, report_functional_dropout, report_members, report_signs
-from slimbayes.convert.training import Train, freeze, modules_to_save
+from slimbayes.convert.trainable import Train, freeze, modules_to_save
 from slimbayes.engine.locate import LATEST, unwrapped
 from slimbayes.engine.state import MARKED
 from slimbayes.layers import class_for
@@ -22,7 +22,7 @@ from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import copied_class
 from slimbayes.layers.methods import MARK, Opens, class_before, open_passes, turn_off_fast_paths
 from slimbayes.posteriors.base import Config, SiteConfig
-from slimbayes.posteriors.configs.modules import Ensemble
+from slimbayes.posteriors.configs.whole_modules import Ensemble
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.train.likelihoods import NOISE_RULE
 

@@ -10,9 +10,9 @@ from torch import nn
 from slimbayes.convert.convert import Model, bayesianize, conversions_of, decisions_of
 from slimbayes.engine import passes
 from slimbayes.engine.calls import total_draws
-from slimbayes.engine.modules import changed
+from slimbayes.engine.modules import discard_plans
 from slimbayes.layers.base import Converted
-from slimbayes.posteriors.configs.modules import Ensemble
+from slimbayes.posteriors.configs.whole_modules import Ensemble
 from slimbayes.posteriors.ensemble import shapes_of
 
 
@@ -85,7 +85,7 @@ def select(model: Model, members: Sequence[int]) -> Model:
             layers = [m for m in model.modules() if isinstance(m, Converted) and m is not p.layer]
             tied = [layer for layer in layers if any(own is p for own in layer.posterior.values())]
             p.select([k % p.members for k in chosen], tied)
-    changed()
+    discard_plans()
     for _, layer, d in decisions_of(model):
         if d.config is not None and isinstance(layer, Converted) and d.config.members > 1:
             d.config = replace(d.config, members=len(chosen))  # type: ignore[type-var]

@@ -12,7 +12,7 @@ from slimbayes.distributions.families import Signs
 from slimbayes.engine import passes
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.layers.dropout import functional_dropout
-from slimbayes.posteriors.configs.modules import MCDropout
+from slimbayes.posteriors.configs.whole_modules import MCDropout
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 
 

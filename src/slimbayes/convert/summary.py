@@ -118,7 +118,7 @@ def summary(model: nn.Module) -> Summary:
         listed.add(name)
         posterior = list(layer.posterior.parameters()) if isinstance(layer, Converted) else []
         before = _count(_own_parameters(layer), seen)
-        status, detail = _told(decision, layer)
+        status, detail = _status_and_detail(decision, layer)
         rows.append(Row(name, decision.kind, status, detail, before, before + _count(posterior, seen)))
     posteriors = posteriors_of(model)
     # Members are shared by all layers and count once; what layers pick by themselves multiplies.
@@ -126,7 +126,7 @@ def summary(model: nn.Module) -> Summary:
     return Summary(tuple(rows), size, any(p.size_is_bound for p in posteriors) and math.isfinite(size))
 
 
-def _told(decision: Decision, layer: nn.Module) -> tuple[str, str]:
+def _status_and_detail(decision: Decision, layer: nn.Module) -> tuple[str, str]:
     """Status and detail of a layer, as it is now."""
     if decision.config is None:
         return "skipped", decision.reason

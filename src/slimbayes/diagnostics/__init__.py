@@ -5,8 +5,8 @@ Everything here reads a converted model from outside; nothing in the core depend
 
 from slimbayes.diagnostics.check import Check as Check
 from slimbayes.diagnostics.check import check as check
-from slimbayes.diagnostics.priors import induced_prior as induced_prior
-from slimbayes.diagnostics.priors import plot_induced_priors as plot_induced_priors
+from slimbayes.diagnostics.prior_plots import induced_prior as induced_prior
+from slimbayes.diagnostics.prior_plots import plot_induced_priors as plot_induced_priors
 from slimbayes.diagnostics.psis import KHat as KHat
 from slimbayes.diagnostics.psis import k_hat as k_hat
 from slimbayes.diagnostics.psis import log_ratios as log_ratios

@@ -15,7 +15,7 @@ from slimbayes.convert.convert import conversions_of, decisions_of
 from slimbayes.convert.plan import Selection, selected
 from slimbayes.engine import passes
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.layers.base import BayesLayer, sited
+from slimbayes.layers.base import BayesLayer, sites_in
 from slimbayes.posteriors.configs.gaussian import GaussianConfig, MeanField
 from slimbayes.posteriors.gaussian import GaussianPosterior, MeanFieldPosterior
 from slimbayes.train.elbo import check_finite
@@ -61,7 +61,7 @@ def gaussian_sites(model: nn.Module, include: Selection = None, exclude: Selecti
     check_finite(model)
     sites = [
         GaussianSite(f"{name}.{key}".lstrip("."), name, layer, key, posterior)
-        for name, layer, key, posterior in sited(model)
+        for name, layer, key, posterior in sites_in(model)
         if isinstance(posterior, GaussianPosterior)
     ]
     if not sites:

@@ -31,7 +31,7 @@ from slimbayes.convert.plan import Selection
 from slimbayes.diagnostics.sites import gaussian_sites, set_scales
 from slimbayes.errors import did_you_mean
 from slimbayes.posteriors.configs.base import check_choice, check_count
-from slimbayes.prediction.figures import bare, empty_figure
+from slimbayes.prediction.panels import empty_figure, remove_box
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -262,7 +262,7 @@ def plot_spectrum(model: nn.Module, count: int = 10, include: Selection = None, 
         panel.set_xlabel("singular value")
         panel.set_xticks(ranks[:: math.ceil(shown / 10)])
         panel.set_ylim(-0.03, 1.03)
-        bare(panel)
+        remove_box(panel)
     for panel in list(panels.flat)[len(sites) :]:
         panel.remove()
     for row in panels:

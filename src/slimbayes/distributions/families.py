@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 from slimbayes.distributions.scales import dropout_scale as dropout_scale
 from slimbayes.distributions.scales import rho_from_scale as rho_from_scale
 from slimbayes.distributions.scales import scale_from_rho as scale_from_rho
-from slimbayes.distributions.scales import wide as wide
+from slimbayes.distributions.scales import widen as widen
 from slimbayes.errors import brief, did_you_mean
 
 if TYPE_CHECKING:

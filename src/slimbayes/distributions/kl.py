@@ -17,8 +17,8 @@ and "exact" that of one network whose posterior is the mixture, "exact" more tig
 draw from each member estimates it without bias; members far apart give log K and no noise. Biases of members are
 points, no part of t.
 
-So has a normal whose precision tau is inferred under a Gamma prior (`collapsed`; Chang et al. 2019, C.1: tau, rho and
-tau_out may be variational parameters, too):
+So has a normal whose precision tau is inferred under a Gamma prior (`marginal_cost`; Chang et al. 2019, C.1: tau, rho
+and tau_out may be variational parameters, too):
 
     E_q[tau] S / 2 - n/2 E_q[log tau] + KL(q(tau) || Gamma(a, a / mean))        n elements, S their expected square
 
@@ -35,11 +35,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slimbayes.distributions.families import Cauchy, Distribution, LogNormal, LogUniform, Normal, Point, log_of, wide
+from slimbayes.distributions.families import Cauchy, Distribution, LogNormal, LogUniform, Normal, Point, log_of, widen
 from slimbayes.distributions.families import check_pair as check_pair
 from slimbayes.distributions.joining import by_hand
 from slimbayes.distributions.scales import scale_from_rho
-from slimbayes.distributions.sums import exact
+from slimbayes.distributions.sums import sum_dtype
 
 
 def kl(q: Distribution, p: Distribution) -> Tensor:
@@ -87,7 +87,7 @@ def summed_kl(
         roots = (*locs, *rhos) if loc is None or rho is None else (loc, rho)
         return _apply(family, prior, (locs, rhos), *roots)
     q: Any = family
-    return kl(q(wide(torch.cat(list(locs), 2)), scale_from_rho(torch.cat(list(rhos), 2))), prior).sum()
+    return kl(q(widen(torch.cat(list(locs), 2)), scale_from_rho(torch.cat(list(rhos), 2))), prior).sum()
 
 
 class _Of(NamedTuple):
@@ -104,7 +104,7 @@ class _SummedKL(torch.autograd.Function):
     def forward(ctx: Any, family: Any, prior: Any, parameters: Any, *roots: Tensor) -> Tensor:
         locs, rhos = parameters
         loc, rho = torch.cat(locs, 2), torch.cat(rhos, 2)
-        loc, rho, scale = wide(loc), wide(rho), scale_from_rho(rho)
+        loc, rho, scale = widen(loc), widen(rho), scale_from_rho(rho)
         ctx.save_for_backward(loc, rho, scale, *locs, *rhos)
         ctx.pair, ctx.apart = (family, prior), len(roots) > 2
         return _SLOPES[family, type(prior)][0](_Of(loc, scale), prior)
@@ -115,7 +115,7 @@ class _SummedKL(torch.autograd.Function):
         half = len(parameters) // 2
         if torch.is_grad_enabled():  # a derivative of the derivative is wanted
             loc, rho = torch.cat(parameters[:half], 2), torch.cat(parameters[half:], 2)
-            total = kl(family(wide(loc), scale_from_rho(rho)), prior).sum()
+            total = kl(family(widen(loc), scale_from_rho(rho)), prior).sum()
             wanted = [t for t in (loc, rho) if t.requires_grad]
             found = iter(torch.autograd.grad(total, wanted, gradients[0], create_graph=True))
             by_loc, by_rho = (next(found) if t.requires_grad else torch.zeros_like(t) for t in (loc, rho))
@@ -246,21 +246,21 @@ def information(posteriors: Sequence[Any]) -> Tensor:
         every = type(q)(q.loc[member], q.scale[member])
         drawn = every.rsample(torch.randn_like(every.loc))
         lines = [type(q)(loc, scale).log_prob(drawn) for loc, scale in zip(every.loc, every.scale, strict=True)]
-        return torch.stack([line.sum(1, dtype=exact(line)) for line in lines])
+        return torch.stack([line.sum(1, dtype=sum_dtype(line)) for line in lines])
 
     first = posteriors[0].loc
     density = torch.stack([densities(q).to(first.device) for q in posteriors]).sum(0)
     return (density.diagonal() - density.logsumexp(0)).mean().to(first.dtype) + math.log(total)
 
 
-def collapsed(square: Tensor, count: int, shape: float, mean: float) -> Tensor:
+def marginal_cost(square: Tensor, count: int, shape: float, mean: float) -> Tensor:
     """What a normal of unknown precision costs: minus the log of its evidence, up to the terms of tau = mean.
 
     Shape: square (), the expected sum of squares of `count` elements; returns ().
 
     Example:
         >>> fixed = 0.5 * 2.0 * torch.tensor(3.0)  # tau S / 2
-        >>> round(float(collapsed(torch.tensor(3.0), 4, shape=1e6, mean=2.0) - fixed), 3)
+        >>> round(float(marginal_cost(torch.tensor(3.0), 4, shape=1e6, mean=2.0) - fixed), 3)
         0.0
     """
     rate, more = shape / mean, shape + count / 2

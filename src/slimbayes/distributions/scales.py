@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 SCALE_FLOOR = 1e-7  # the reference code's constraint adds it, so that a scale is never exactly zero
 
 
-def wide(tensor: Tensor) -> Tensor:
+def widen(tensor: Tensor) -> Tensor:
     """Half-precision tensors as float32, others as they are: scales and KLs need the digits."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 2 else tensor
 
@@ -25,7 +25,7 @@ def scale_from_rho(rho: Tensor) -> Tensor:
     """
     from torch.nn.functional import softplus
 
-    return softplus(wide(rho)) + SCALE_FLOOR
+    return softplus(widen(rho)) + SCALE_FLOOR
 
 
 def rho_from_scale(scale: float) -> float:
@@ -66,12 +66,12 @@ def rademacher(normals: Tensor) -> Tensor:
 
     byte = (torch.special.ndtr(normals) * 256).clamp_max(255).to(torch.uint8)
     if normals.device.type != "cpu":  # on an H200, looking up 4 million lines took 2.5 ms
-        return digits(byte).to(normals.dtype).flatten(1)
-    every = digits(torch.arange(256).to(torch.uint8)).to(normals.dtype)
+        return bits_as_signs(byte).to(normals.dtype).flatten(1)
+    every = bits_as_signs(torch.arange(256).to(torch.uint8)).to(normals.dtype)
     return torch.nn.functional.embedding(byte.int(), every).flatten(1)
 
 
-def digits(byte: Tensor) -> Tensor:
+def bits_as_signs(byte: Tensor) -> Tensor:
     """The binary digits of bytes (...), as signs (..., 8)."""
     import torch
 

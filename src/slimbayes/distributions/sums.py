@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import wide
+from slimbayes.distributions.families import widen
 from slimbayes.distributions.joining import by_hand, joined_among
 from slimbayes.kernels import LARGE, ready
 
@@ -45,7 +45,7 @@ def outer(u: Tensor, v: Tensor) -> Tensor:
 def sum_log_outer(u: Tensor, v: Tensor) -> Tensor:
     """Sum of log(u v^T) over all elements, which must be positive.
 
-    Shape: u (m, k), v (n, k); returns a scalar of type `exact(u)`.
+    Shape: u (m, k), v (n, k); returns a scalar of type `sum_dtype(u)`.
 
     >>> sum_log_outer(torch.ones(3, 2), torch.ones(4, 2))  # 12 log 2
     tensor(8.3178, dtype=torch.float64)
@@ -71,10 +71,10 @@ def excess(log_scale: Tensor, log_prior: float) -> Tensor:
     return 0.5 * (t.expm1() - t).sum()
 
 
-def shifted(mean: Tensor, scale: Tensor, noise: Tensor) -> Tensor:
+def mean_plus_noise(mean: Tensor, scale: Tensor, noise: Tensor) -> Tensor:
     """mean + scale * noise, of one shape and type; autograd's own addcmul takes a pass more in backward.
 
-    >>> shifted(torch.ones(2), torch.full((2,), 0.5), torch.tensor([-1.0, 2.0]))
+    >>> mean_plus_noise(torch.ones(2), torch.full((2,), 0.5), torch.tensor([-1.0, 2.0]))
     tensor([0.5000, 2.0000])
     """
     if by_hand(mean) or noise.requires_grad or not mean.dtype == scale.dtype == noise.dtype:
@@ -100,22 +100,22 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     plain = all(type(x) in (Tensor, nn.Parameter) for x in tensors)
     if plain and not by_hand(tensors[0]):
         return _SquaredNorms.apply(tensors, *joined_among(tensors))
-    return wide(torch.cat([x.flatten() for x in tensors])).square().sum()
+    return widen(torch.cat([x.flatten() for x in tensors])).square().sum()
 
 
-def exact(x: Tensor) -> torch.dtype:
+def sum_dtype(x: Tensor) -> torch.dtype:
     """The type for sums that nearly cancel: float64, where the device has it."""
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
-def floor(x: Tensor) -> float:
+def negligible(x: Tensor) -> float:
     """A number that is lost beside any that matters, and whose reciprocals can still be added up in their millions."""
     return float(torch.finfo(x.dtype).tiny ** 0.8)
 
 
 def _rows_summed(matrix: Tensor) -> Tensor:
     # Row by row in the type at hand: a wider copy of the whole matrix would cost more than all the rest.
-    return matrix.sum(1).to(exact(matrix)).sum()
+    return matrix.sum(1).to(sum_dtype(matrix)).sum()
 
 
 def _product(u: Tensor, v: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def same(a: int, b: int) -> bool:
+def sizes_equal(a: int, b: int) -> bool:
     """Whether two sizes are equal; while a compiler traces, whether they always are."""
     if not torch.compiler.is_compiling():
         return a == b
@@ -16,33 +16,33 @@ def same(a: int, b: int) -> bool:
     return statically_known_true(a == b)
 
 
-def exporting() -> bool:
+def is_exporting() -> bool:
     """Whether torch.export traces: the flag itself, since torch's compiler takes `torch.compiler.is_exporting()` for
     true wherever it traces, of which 2.13 makes an exception.
 
-    >>> exporting()
+    >>> is_exporting()
     False
     """
     return torch.compiler._is_exporting_flag
 
 
 @torch.library.custom_op("slimbayes::realised", mutates_args=())
-def _realised(x: Tensor) -> Tensor:
+def _keep_in_memory(x: Tensor) -> Tensor:
     return x.clone()
 
 
-_realised.register_fake(torch.empty_like)
-_realised.register_autograd(lambda ctx, gradient: gradient)
-_realised.register_vmap(lambda info, in_dims, x: (_realised(x), in_dims[0]))
+_keep_in_memory.register_fake(torch.empty_like)
+_keep_in_memory.register_autograd(lambda ctx, gradient: gradient)
+_keep_in_memory.register_vmap(lambda info, in_dims, x: (_keep_in_memory(x), in_dims[0]))
 
 
-def realised(x: Tensor) -> Tensor:
+def keep_in_memory(x: Tensor) -> Tensor:
     """x, which a compiler then holds in memory: left alone, it draws factors anew for every activation that meets one.
 
-    >>> realised(torch.ones(2))
+    >>> keep_in_memory(torch.ones(2))
     tensor([1., 1.])
     """
-    return _realised(x) if torch.compiler.is_compiling() and not exporting() else x
+    return _keep_in_memory(x) if torch.compiler.is_compiling() and not is_exporting() else x
 
 
 def block_of_row(rows: int, blocks: int, device: torch.device | None = None) -> Tensor:
@@ -77,7 +77,7 @@ class Spread(NamedTuple):
     def laid(self, lines: Tensor) -> Tensor:
         """Lines (K, 1, w) as (n, w)."""
         lines = self.out(lines)
-        if len(self.shape) == 2 and same(self.shape[1], 1):
+        if len(self.shape) == 2 and sizes_equal(self.shape[1], 1):
             return lines.squeeze(1)
         return lines.expand(self.shape + lines.shape[2:]).reshape(-1, lines.shape[2])
 
@@ -89,8 +89,8 @@ def spread_of(members: int, blocks: int, count: int, first: Any, device: torch.d
     >>> spread_of(2, 4, 12, 0, torch.device("cpu"))
     Spread(member=None, shape=(2, 2, 3))
     """
-    rows = 1 if same(count, blocks) else count // blocks if same(count % blocks, 0) else 0
+    rows = 1 if sizes_equal(count, blocks) else count // blocks if sizes_equal(count % blocks, 0) else 0
     if rows and isinstance(first, int) and not first % members and not blocks % members:
-        return Spread(None, (members, rows) if same(blocks, members) else (blocks // members, members, rows))
+        return Spread(None, (members, rows) if sizes_equal(blocks, members) else (blocks // members, members, rows))
     block = torch.arange(blocks, device=device) if rows else block_of_row(count, blocks, device)
     return Spread((block + first) % members, (blocks, rows) if rows else (count, 1))

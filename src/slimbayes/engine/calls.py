@@ -19,12 +19,12 @@ from torch import nn
 from slimbayes.engine import noise, passes
 from slimbayes.engine.layout import Layout, NotJoined, arrays_of, is_cache, padded
 from slimbayes.engine.locate import batch_dim_of as batch_dim_of
-from slimbayes.engine.locate import call_outside, check_size, latest_of, tell
+from slimbayes.engine.locate import call_outside, check_size, latest_of, warn_of_loop
 from slimbayes.engine.locate import layout_of as layout_of
-from slimbayes.engine.modules import planned
+from slimbayes.engine.modules import plan_once
 from slimbayes.engine.passes import Pass, Unproven
-from slimbayes.engine.tree import check_caches, fresh, stack_draws
-from slimbayes.engine.trial import forgetting
+from slimbayes.engine.tree import check_caches, copy_containers, stack_draws
+from slimbayes.engine.trial import forgetting_drawn_weights
 from slimbayes.errors import SlimbayesWarning
 
 Fold = Literal["auto"] | bool
@@ -76,7 +76,7 @@ class Scope(Pass):
         return self.inner.view(rows, layout if self.inner.draws is None else None)
 
 
-def bare(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def call_module(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a module that has converted layers in it: as part of the pass under way, or in one of its own."""
     key = passes.first_key(module)
     found = None if key is None else passes.of(key)
@@ -87,7 +87,7 @@ def bare(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any
         return function(*args, **kwargs)
     if found is None or (isinstance(found, Scope) and found.module is module and not found.whole):
         return _open(module, function, args, kwargs)
-    return _within(found, module, function, args, kwargs)
+    return _call_under_held_draws(found, module, function, args, kwargs)
 
 
 def scope_of(module: nn.Module, args: Any, kwargs: Any, whole: bool = False) -> Scope | None:
@@ -102,7 +102,7 @@ def scope_of(module: nn.Module, args: Any, kwargs: Any, whole: bool = False) -> 
 
 def needs_rows(posteriors: Sequence[Any]) -> bool:
     """Whether a bare call has different draws for different rows."""
-    return planned(posteriors, "needs rows", lambda: any(p.members > 1 or p.by_row for p in posteriors))
+    return plan_once(posteriors, "needs rows", lambda: any(p.members > 1 or p.by_row for p in posteriors))
 
 
 def _open(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ def _open(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
         check_size(module, (args, kwargs), posteriors, layout)
         _tell_of_part(module, posteriors, rows)
     if layout is not None and not layout.apart and rows > 1:
-        tell(layout, "each call uses one draw for all rows, where rows would share out the members")
+        warn_of_loop(layout, "each call uses one draw for all rows, where rows would share out the members")
     new = _bare_pass(posteriors, rows, layout)
     new.opener = module
     try:
@@ -130,7 +130,7 @@ def _open(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
 
 
 def _most_members(posteriors: Sequence[Any]) -> int:
-    return planned(posteriors, "most members", lambda: max(p.members for p in posteriors))
+    return plan_once(posteriors, "most members", lambda: max(p.members for p in posteriors))
 
 
 def _tell_of_part(module: nn.Module, posteriors: Sequence[Any], rows: int) -> None:
@@ -166,19 +166,19 @@ def finish(new: Pass, posteriors: Any, function: Callable[..., Any], args: Any, 
     """Make the draws of a pass, run, and let a backward pass find them again."""
     tree = getattr(posteriors, "tree", None)  # of all posteriors under a module, outside of a compiler
     looks = tree is not None and posteriors.keeps.get((tree.modules[0].training, torch.is_grad_enabled()), True)
-    with forgetting(posteriors, (args, kwargs)) if looks else nullcontext():
-        out = passes.run(new, _drawn, posteriors, new, function, args, kwargs)
-    notice(posteriors, new, function)
+    with forgetting_drawn_weights(posteriors, (args, kwargs)) if looks else nullcontext():
+        out = passes.run(new, _call_drawn, posteriors, new, function, args, kwargs)
+    warn_of_unused(posteriors, new, function)
     passes.remember(out, new)
     return out
 
 
-def _drawn(posteriors: Sequence[Any], new: Pass, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call_drawn(posteriors: Sequence[Any], new: Pass, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     noise.realise(posteriors, new)
     return function(*args, **kwargs)
 
 
-def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call_under_held_draws(held: Pass, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A call while draws are held: its rows are shared out among them."""
     posteriors = passes.posteriors_of(module)
     if isinstance(held, Scope):
@@ -192,7 +192,7 @@ def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: A
         check_size(module, (args, kwargs), posteriors, layout)
         if not layout.apart and held.total > 1:
             what = f"of the {held.draws} draws that are held this call uses the first; sample(model, ...) runs all"
-            tell(layout, what)
+            warn_of_loop(layout, what)
         new = held.view(rows, layout) if layout.apart else held.single(0, layout if layout.folds else None)
     try:
         return finish(new, posteriors, function, args, kwargs)
@@ -200,10 +200,10 @@ def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: A
         if isinstance(held, Scope):
             raise ValueError(f"{error}: hold one draw for all rows, with frozen(model, draws=1).") from error
         unfold(layout, error)
-        return _within(held, module, function, args, kwargs)
+        return _call_under_held_draws(held, module, function, args, kwargs)
 
 
-def notice(posteriors: Sequence[Any], done: Pass, function: Any = None) -> None:
+def warn_of_unused(posteriors: Sequence[Any], done: Pass, function: Any = None) -> None:
     """After the first pass, say which layers never ran: their posteriors have no part in any prediction."""
     if torch.compiler.is_compiling() or posteriors[0].noticed:
         return
@@ -236,7 +236,7 @@ def draw_all(
     seed: int | None = None,
 ) -> tuple[Pass, Layout, bool]:
     """The pass of S draws of a call, its layout, and whether the draws share a forward, so many at once."""
-    by_row = planned(posteriors, "by row", lambda: any(p.by_row or p.late for p in posteriors))
+    by_row = plan_once(posteriors, "by row", lambda: any(p.by_row or p.late for p in posteriors))
     alone = not split and not by_row and (total == 1 or fold is False)
     layout = Layout(keeps=True) if alone else layout_of(model, args, kwargs, posteriors)
     rows = max(layout.rows((args, kwargs)), 0)
@@ -252,7 +252,7 @@ def draw_all(
             f"fold=True: the draws of this model cannot share a forward: {layout.why}. Use fold='auto' or fold=False."
         )
     if fold == "auto" and total > 1 and not folds and rows > 0 and not cached:
-        tell(layout, "its draws run one after another")
+        warn_of_loop(layout, "its draws run one after another")
     if split and not layout.apart:
         raise ValueError(
             f"rows='split' hands rows out to draws, but the rows of this model cannot be told apart: {layout.why}."
@@ -281,7 +281,7 @@ def run_draws(
     model: nn.Module, posteriors: Any, args: Any, kwargs: Any, new: Pass, layout: Layout, folds: bool, tile: bool = True
 ) -> Any:
     """Outputs (S, B, ...) of a pass: all draws in one forward, or one after another."""
-    total, own = new.draws or 1, (lambda inputs: inputs) if torch.compiler.is_compiling() else fresh
+    total, own = new.draws or 1, (lambda inputs: inputs) if torch.compiler.is_compiling() else copy_containers
     if folds:
         new.layout = layout
         more, options = layout.tile((args, kwargs), total) if tile and total > 1 else own((args, kwargs))
@@ -295,4 +295,4 @@ def run_draws(
 
 
 def total_draws(posteriors: Sequence[Any], draws: int) -> int:
-    return planned(posteriors, "members", lambda: math.lcm(*(p.members for p in posteriors))) * int(draws)
+    return plan_once(posteriors, "members", lambda: math.lcm(*(p.members for p in posteriors))) * int(draws)

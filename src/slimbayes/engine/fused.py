@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slimbayes.engine.blocks import same
+from slimbayes.engine.blocks import sizes_equal
 from slimbayes.engine.passes import Noise
 from slimbayes.kernels import LARGE, ready
 
@@ -47,21 +47,21 @@ class Seeded(NamedTuple):
         return scale.scaled(x, loc, spread, bias, None if spread is None else self.noise.seed, how, dtype)
 
     def kernel_lines(self) -> Any:
-        """loc and scale, and how kernels make factors from them: `kernels.dense.Lines`."""
+        """loc and scale, and how kernels make factors from them: `kernels.dense.KernelLines`."""
         from slimbayes.kernels import dense, scale
 
         clip = float("inf") if self.clip is None else self.clip
         if self.scale is None:
-            return dense.Lines(self.loc if self.clip is None else self.loc.clamp(-clip, clip))
+            return dense.KernelLines(self.loc if self.clip is None else self.loc.clamp(-clip, clip))
         how = scale.How(scale.FAMILIES[self.family], clip, self.salt, self.noise.first_row)
-        return dense.Lines(self.loc, self.scale, how)
+        return dense.KernelLines(self.loc, self.scale, how)
 
     def lines(self) -> Tensor:
         """The factors as a tensor (R, C)."""
         return self.meet(torch.ones(1, self.shape[1], device=self.loc.device).expand(self.shape))
 
 
-def lowered(x: Tensor) -> torch.dtype:
+def autocast_type(x: Tensor) -> torch.dtype:
     """The type in which autocast would hand x to a matrix product."""
     if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
@@ -94,7 +94,7 @@ def fused(
 
 def product_type(x: Tensor, weight: Any) -> torch.dtype | None:
     """The type in which kernels take x's product with a weight; None where they cannot."""
-    dtype, auto = lowered(x), torch.is_autocast_enabled(x.device.type)
+    dtype, auto = autocast_type(x), torch.is_autocast_enabled(x.device.type)
     fits = dtype == torch.get_autocast_dtype(x.device.type) if auto else dtype == weight.dtype
     plain = type(weight) in (Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()
     return dtype if fits and plain and dtype != torch.float64 else None
@@ -110,10 +110,10 @@ def dense(x: Tensor, weight: Any, out_dim: int, s: Any, r: Any, bias: Tensor | N
         return None
     if isinstance(s, Seeded) and (x.dim() != 2 or x.shape[0] != s.rows):
         return None
-    from slimbayes.kernels.dense import Lines, scaled_product
+    from slimbayes.kernels.dense import KernelLines, scaled_product
 
     apart = isinstance(s, Seeded)
-    of_s, of_r = (f.kernel_lines() if apart else Lines(_side_by_side(f)) for f in (s, r))
+    of_s, of_r = (f.kernel_lines() if apart else KernelLines(_side_by_side(f)) for f in (s, r))
     seed = s.noise.seed if apart else None
     return scaled_product(x, weight, out_dim, of_s, of_r, _side_by_side(bias), seed, dtype)
 
@@ -125,4 +125,4 @@ def _side_by_side(lines: Any) -> Any:
 def seeded(width: int, rows: int, anchor: Tensor) -> bool:
     """Whether kernels make `width` numbers for each of so many rows where they are used."""
     large = rows * width >= SEEDED
-    return bool(large) and ready(anchor) and not same(rows, 1)
+    return bool(large) and ready(anchor) and not sizes_equal(rows, 1)

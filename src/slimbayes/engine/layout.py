@@ -168,7 +168,7 @@ class Layout:
         return map_arrays(split, outputs)
 
 
-def _packed(leaf: Any) -> bool:
+def _is_packed(leaf: Any) -> bool:
     return isinstance(leaf, PackedSequence)
 
 
@@ -188,7 +188,7 @@ def tree_map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
             object.__setattr__(new, part.name, tree_map(function, *parts))
         return new
 
-    return pytree.tree_map(at, tree, *others, is_leaf=_packed)
+    return pytree.tree_map(at, tree, *others, is_leaf=_is_packed)
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -198,7 +198,7 @@ def leaves_of(tree: Any) -> list[Any]:
     [1, 2, None]
     """
     out: list[Any] = []
-    for leaf in pytree.tree_leaves(tree, is_leaf=_packed):
+    for leaf in pytree.tree_leaves(tree, is_leaf=_is_packed):
         if is_dataclass(leaf) and not isinstance(leaf, type):
             out += [inner for part in fields(leaf) for inner in leaves_of(getattr(leaf, part.name))]
         else:
@@ -206,7 +206,7 @@ def leaves_of(tree: Any) -> list[Any]:
     return out
 
 
-def plain_call(tree: Any) -> bool:
+def is_plain_call(tree: Any) -> bool:
     """Whether a tree is (tensors, tensors by name), as of most calls: there is a shorter way through it."""
     plain = type(tree) is tuple and len(tree) == 2 and type(tree[0]) is tuple and type(tree[1]) is dict
     return plain and {*map(type, tree[0]), *map(type, tree[1].values())} == {Tensor}
@@ -216,7 +216,7 @@ def arrays_of(tree: Any) -> list[Any]:
     """The leaves that may hold rows: tensors and packed sequences."""
     if type(tree) is Tensor:
         return [tree]
-    if plain_call(tree):
+    if is_plain_call(tree):
         return [*tree[0], *tree[1].values()]
     return [leaf for leaf in leaves_of(tree) if isinstance(leaf, (Tensor, PackedSequence))]
 
@@ -225,7 +225,7 @@ def map_arrays(function: Callable[[int, Any], Any], tree: Any) -> Any:
     """Apply function(i, array) to the i-th leaf that is a tensor or a packed sequence; other leaves stay."""
     if type(tree) is Tensor:
         return function(0, tree)
-    if plain_call(tree):
+    if is_plain_call(tree):
         more, names = [function(i, array) for i, array in enumerate([*tree[0], *tree[1].values()])], tree[1]
         return tuple(more[: len(tree[0])]), dict(zip(names, more[len(tree[0]) :], strict=True))
     count = iter(range(10**9))
@@ -281,10 +281,10 @@ def copy_of(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.clone()
     held = any(isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values())
-    return copy.copy(leaf) if opaque(leaf) and (held or hasattr(leaf, "__copy__")) else leaf
+    return copy.copy(leaf) if is_opaque(leaf) and (held or hasattr(leaf, "__copy__")) else leaf
 
 
-def opaque(leaf: Any) -> bool:
+def is_opaque(leaf: Any) -> bool:
     """Whether an input is an object of somebody's, such as a batch of graphs, which may hold tensors."""
     return not isinstance(leaf, (str, bytes, int, float, complex, type(None), list, tuple, dict))
 

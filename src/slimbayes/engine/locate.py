@@ -20,9 +20,9 @@ from slimbayes.engine import passes, proof
 from slimbayes.engine.layout import Layout, arrays_of, tree_map
 from slimbayes.engine.modules import Posteriors, tree_of
 from slimbayes.engine.probe import Mixed, Visit
-from slimbayes.engine.quiet import captured, inside_func
+from slimbayes.engine.quiet import inside_func, is_captured
 from slimbayes.engine.tree import without_cache
-from slimbayes.engine.trial import first_line, probed, undisturbed
+from slimbayes.engine.trial import first_line, run_probe, undisturbed
 
 _PROVING = threading.RLock()
 LATEST = {True: "_slimbayes_training", False: "_slimbayes_evaluating"}  # where a model keeps the layout it used last
@@ -154,7 +154,7 @@ def _look_again(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout
     # A proof shows every row twice: half of them are as many rows as the model has room for.
     half = layout.narrow(inputs, 0, -(-layout.rows(inputs) // 2))
     whole = again and proof.prove(model, half, posteriors, batch_dim_of(model))
-    found = whole or _compared(model, half, posteriors, layout)
+    found = whole or _compare_with_loop(model, half, posteriors, layout)
     if not (found.folds or found.mixed) or (found.folds, found.apart) >= (layout.folds, layout.apart):
         return False
     layout.folds, layout.apart, layout.why = found.folds, found.apart, found.why
@@ -167,7 +167,7 @@ def _look_again(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout
     return True
 
 
-def _compared(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout) -> Layout:
+def _compare_with_loop(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout) -> Layout:
     """The layout, or what two draws say against it that run folded and one by one."""
     inputs = tree_map(without_cache, inputs)
     try:
@@ -189,12 +189,12 @@ def check_size(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout:
     if not layout.covers(inputs, draws) and not _cannot_look(inputs):
         with _PROVING:
             inputs = tree_map(without_cache, inputs)
-            why = _called_alike(unwrapped(model), inputs, posteriors, layout, draws)
+            why = _difference_in_calls(unwrapped(model), inputs, posteriors, layout, draws)
             if why:
                 layout.folds, layout.apart, layout.why = False, False, why
 
 
-def _called_alike(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout, draws: int) -> str:
+def _difference_in_calls(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout, draws: int) -> str:
     """What stands against a layout for inputs of this size."""
     layout.most = tuple(map(max, layout.most, layout.size(inputs, draws)))
     count, many = layout.rows(inputs), layout.tile(inputs, draws)
@@ -203,19 +203,19 @@ def _called_alike(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layo
     rows = layout.rows(few), layout.rows(many)
     try:
         with undisturbed(model, inputs):
-            met = [probed(model, posteriors, part, n)[0].visits for part, n in zip((few, many), rows, strict=True)]
+            met = [run_probe(model, posteriors, part, n)[0].visits for part, n in zip((few, many), rows, strict=True)]
     except Exception as error:
         return f"{type(error).__name__} for {rows[1]} rows: {first_line(error)}"
-    odd = next(((b or a).name for a, b in zip_longest(*met) if not _alike(a, b, *rows)), None)
+    odd = next(((b or a).name for a, b in zip_longest(*met) if not _met_all_rows(a, b, *rows)), None)
     return f"{odd} is called in another way for {rows[1]} rows than for {rows[0]}" if odd else ""
 
 
 def _cannot_look(inputs: Any) -> bool:
     """Inside torch.func, and while a CUDA graph is captured."""
-    return inside_func() or captured(inputs)
+    return inside_func() or is_captured(inputs)
 
 
-def _alike(few: Visit | None, many: Visit | None, rows_few: int, rows_many: int) -> bool:
+def _met_all_rows(few: Visit | None, many: Visit | None, rows_few: int, rows_many: int) -> bool:
     """Whether a layer was called with all its rows at once, however many there were."""
 
     def grew(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
@@ -227,7 +227,7 @@ def _alike(few: Visit | None, many: Visit | None, rows_few: int, rows_many: int)
     return all(map(grew, few.shapes, many.shapes))
 
 
-def tell(layout: Layout, what: str) -> None:
+def warn_of_loop(layout: Layout, what: str) -> None:
     """Say once what a layout that cannot be folded means."""
     if layout.told or torch.compiler.is_compiling():
         return

@@ -42,12 +42,12 @@ class Posteriors(list[Any]):
         self.keeps: dict[Any, bool] = {}  # by mode, whether modules keep something computed from drawn weights
 
 
-def planned(posteriors: Sequence[Any], key: Hashable, make: Callable[[], T]) -> T:
+def plan_once(posteriors: Sequence[Any], key: Hashable, make: Callable[[], T]) -> T:
     """make(), or what it gave for these posteriors and this key before; anew for any other sequence of posteriors.
 
     >>> some = Posteriors([1, 2])
-    >>> planned(some, "sum", lambda: sum(some)), planned(some, "sum", lambda: 0), planned([1, 2], "sum", lambda: 0)
-    (3, 3, 0)
+    >>> [plan_once(which, "sum", lambda: total) for which, total in ((some, 3), (some, 0), ([1, 2], 0))]
+    [3, 3, 0]
     """
     if type(posteriors) is not Posteriors:
         return make()
@@ -61,7 +61,7 @@ _CHANGES = [0]  # of posteriors, in this process
 _PARTS, _VALUES = itemgetter("_modules"), methodcaller("values")
 
 
-def changed() -> None:
+def discard_plans() -> None:
     """Say that a posterior has other parameters than before: what was planned for it, under any root, is forgotten."""
     _CHANGES[0] += 1
 
@@ -71,7 +71,7 @@ class Tree:
 
     def __init__(self, root: nn.Module | None = None) -> None:
         self.changes = _CHANGES[0]
-        self.modules = [] if root is None else _walked(root)
+        self.modules = [] if root is None else _list_modules(root)
         self.posteriors = Posteriors([m for m in self.modules if isinstance(m, Keyed)])
         self.posteriors.tree, self.number = self, hash(tuple(map(id, self.modules)))
         self.held = [m.__dict__ for m in self.modules]
@@ -122,18 +122,18 @@ _FLAGS = (*_PLAIN, Enum)
 
 def _flags_of(module: nn.Module) -> list[str]:
     """Names of flags, modes and numbers that a module keeps; those of torch's and our own lead no rows to others."""
-    if torch_or_own(module):
+    if has_known_class(module):
         return []
     kept = [n for n, value in module.__dict__.items() if isinstance(value, _FLAGS)]
     return [n for n in kept if n not in _OF_ALL and not n.startswith("_slimbayes")]
 
 
-def torch_or_own(module: nn.Module) -> bool:
+def has_known_class(module: nn.Module) -> bool:
     """Whether torch or we wrote a module's class, or the one it had before it was swapped."""
     return getattr(type(module), "plain", type(module)).__module__.startswith(("torch.nn.", "slimbayes."))
 
 
-def _walked(root: nn.Module) -> list[nn.Module]:
+def _list_modules(root: nn.Module) -> list[nn.Module]:
     """root.modules(), several times as fast."""
     seen: dict[nn.Module, None] = {}
     ahead: list[nn.Module | None] = [root]
@@ -215,7 +215,7 @@ def _place(posterior: Any) -> tuple[dict[str, Any], str]:
     raise AssertionError("an anchor that is no parameter and no buffer")
 
 
-class Group(NamedTuple):
+class NoiseGroup(NamedTuple):
     """Posteriors on one device with one type of noise: how many numbers each takes for a block and for a row."""
 
     device: torch.device
@@ -229,13 +229,13 @@ class Group(NamedTuple):
     apart: list[bool]  # whether single rows have noise of their own
 
 
-def groups_of(posteriors: Sequence[Any], new: Any) -> list[Group]:
+def groups_of(posteriors: Sequence[Any], new: Any) -> list[NoiseGroup]:
     """How the noise of a pass is cut: the same for all passes of its kind."""
     places = places_of(posteriors)
-    return planned(posteriors, (new.draws, new.rowwise, places), lambda: _made(posteriors, new, places))
+    return plan_once(posteriors, (new.draws, new.rowwise, places), lambda: _make_groups(posteriors, new, places))
 
 
-def _made(posteriors: Sequence[Any], new: Any, places: Places) -> list[Group]:
+def _make_groups(posteriors: Sequence[Any], new: Any, places: Places) -> list[NoiseGroup]:
     groups = []
     kinds = [(device, noise_type(dtype)) for device, dtype, _ in places]
     for device, dtype in dict.fromkeys(kinds):
@@ -245,7 +245,7 @@ def _made(posteriors: Sequence[Any], new: Any, places: Places) -> list[Group]:
         widths = [p.widths(rowwise) for p, rowwise in zip(same, apart, strict=True)]
         keys, counts = tuple([p.key for p in same]), [new.blocks(p) for p in same]
         block, row = [w for w, _ in widths], [w for _, w in widths]
-        groups.append(Group(device, dtype, same, which, keys, counts, block, row, apart))
+        groups.append(NoiseGroup(device, dtype, same, which, keys, counts, block, row, apart))
     return groups
 
 
@@ -263,4 +263,4 @@ def kinds_of(posteriors: Sequence[Any]) -> list[Sequence[Any]]:
         some: Any = Posteriors if type(posteriors) is Posteriors else list
         return [some([p for p in whole if type(p) is kind]) for kind in dict.fromkeys(map(type, whole))]
 
-    return planned(posteriors, ("kinds", places), make)
+    return plan_once(posteriors, ("kinds", places), make)

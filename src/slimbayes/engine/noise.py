@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slimbayes.engine import passes
-from slimbayes.engine.blocks import exporting, same
-from slimbayes.engine.modules import Group, groups_of, kinds_of
+from slimbayes.engine.blocks import is_exporting, sizes_equal
+from slimbayes.engine.modules import NoiseGroup, groups_of, kinds_of
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.quiet import inside_func
 from slimbayes.kernels import INTERPRETED, LARGE, ready
@@ -148,7 +148,7 @@ def kept_units(keys: Tensor, place: int, shape: Sequence[int], rate: float) -> T
     number = _mixed(keys + _signed(place * _ODD))
     for size in shape:
         number = number.unsqueeze(-1)
-        if not same(size, 1):
+        if not sizes_equal(size, 1):
             number = _mixed(number + torch.arange(size, device=keys.device) * _signed(_ODD))
     return ((number >> 11) & (2**53 - 1)) >= int(rate * 2**53)
 
@@ -165,7 +165,7 @@ def _mixed(number: Tensor) -> Tensor:
     return number ^ ((number >> 31) & (2**33 - 1))
 
 
-def _hand_out(group: Group, new: Pass, block: Tensor, row: Tensor) -> None:
+def _hand_out(group: NoiseGroup, new: Pass, block: Tensor, row: Tensor) -> None:
     """Give each posterior its part of (n, sum of widths) numbers for blocks and (R, sum of widths) for rows."""
 
     def cut(lines: Tensor, widths: list[int]) -> Sequence[Tensor]:
@@ -200,7 +200,7 @@ def _normal(shape: tuple[int, int], device: torch.device, dtype: torch.dtype, ne
     return _random(_eager_normal if past else torch.randn, shape, device, dtype, new)
 
 
-def _draw_apart(group: Group, late: list[bool], new: Pass) -> None:
+def _draw_apart(group: NoiseGroup, late: list[bool], new: Pass) -> None:
     """Noise where posteriors have different numbers of blocks, or some of them a seed instead of numbers for rows."""
     block = [0 if seeded else width for width, seeded in zip(group.block, late, strict=True)]
     row = [0 if seeded else width for width, seeded in zip(group.row, late, strict=True)]
@@ -261,7 +261,7 @@ def _eager_normal(shape: Sequence[int], device: torch.device, dtype: torch.dtype
     """torch.randn, past a compiler, whose own calls Philox for each number: that takes four times as long on a GPU, and
     seven on a CPU (140,000 numbers).
     """
-    if torch.compiler.is_compiling() and not exporting():
+    if torch.compiler.is_compiling() and not is_exporting():
         return _compiled_normal(shape, device, dtype)
     return torch.randn(shape, device=device, dtype=dtype, **generator)
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slimbayes.engine.blocks import block_of_row, same
+from slimbayes.engine.blocks import block_of_row, sizes_equal
 from slimbayes.engine.layout import Layout, arrays_of
 from slimbayes.engine.layout import Unproven as Unproven
 from slimbayes.engine.modules import Keyed as Keyed
@@ -142,7 +142,7 @@ class Pass:
         members, blocks = posterior.members, self.blocks(posterior)
         if not isinstance(self.first, int) or self.first % members or blocks % members:
             block = torch.arange(blocks, device=posterior.device)
-            if not same(count, blocks):
+            if not sizes_equal(count, blocks):
                 block = block_of_row(count, blocks, posterior.device)
             return parameter[(block + self.first) % members]
         if count == blocks == members:

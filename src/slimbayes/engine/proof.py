@@ -39,9 +39,9 @@ from slimbayes.engine.probe import (
     some_rows,
     stands_for_all,
 )
-from slimbayes.engine.quiet import Quiet, captured, inside_func
-from slimbayes.engine.state import kept
-from slimbayes.engine.tree import opened, stack_draws, without_cache
+from slimbayes.engine.quiet import Quiet, inside_func, is_captured
+from slimbayes.engine.state import restoring_state
+from slimbayes.engine.tree import open_objects, stack_draws, without_cache
 
 
 def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: int | None) -> Layout:
@@ -50,14 +50,14 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
         return Layout(why="there is nothing in the inputs", told=True)
     if inside_func():
         return Layout(why="it runs inside torch.func", told=True)
-    if captured(inputs):
+    if is_captured(inputs):
         raise RuntimeError(
             "The rows of this kind of input are not located yet: call the model once before a CUDA graph is captured."
         )
     first, mixed, keeps, looped = "", False, False, False
     inputs = tree_map(without_cache, inputs)
     with trial.undisturbed(model, inputs):
-        for tried, guess in enumerate(trial.hypotheses(inputs, batch_dim)):
+        for tried, guess in enumerate(trial.candidate_layouts(inputs, batch_dim)):
             proof, along = Proof(model, inputs, posteriors, guess), (guess.lead or (0, 0))[1]
             try:
                 layout = proof.run()
@@ -88,10 +88,10 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
         # Inputs that the model cannot take say nothing about others of their kind: the call itself will fail.
         fails = False
         try:
-            trial.probed(model, posteriors, inputs, 1)
+            trial.run_probe(model, posteriors, inputs, 1)
         except Exception as error:
             fails = not isinstance(error, Mixed)
-    lead = next((h.lead for h in trial.hypotheses(inputs, batch_dim)), None)
+    lead = next((h.lead for h in trial.candidate_layouts(inputs, batch_dim)), None)
     first = first or "no input has a dimension that could hold rows"
     return Layout(why=first, lead=lead, told=fails, mixed=mixed, keeps=keeps)
 
@@ -187,7 +187,7 @@ class Proof:
 
     def _probe(self, inputs: Any, before: Probe | None = None, mask: Tensor | None = None) -> tuple[Probe, Any]:
         rows = self.rows * (1 if before is None else 2)
-        return trial.probed(self.model, self.posteriors, inputs, rows, before, mask)
+        return trial.run_probe(self.model, self.posteriors, inputs, rows, before, mask)
 
     def _outputs(self, first: list[Any], second: list[Any], flat1: list[Any], flat2: list[Any]) -> Dims:
         if len(first) != len(second):
@@ -280,21 +280,21 @@ class Proof:
         with Quiet(not self.model.training), trial.no_autocast({p.device.type for p in self.posteriors}):
             folded = new.view(new.rows, self.layout)
             passes.run(folded, noise.realise, self.posteriors, folded)
-            args, kwargs = trial.copied(self.layout.tile(self.inputs, 2))
-            with kept(self.model):
-                out = tree_map(padded, opened(passes.run(folded, self.model, *args, **kwargs)))
+            args, kwargs = trial.copy_inputs(self.layout.tile(self.inputs, 2))
+            with restoring_state(self.model):
+                out = tree_map(padded, open_objects(passes.run(folded, self.model, *args, **kwargs)))
                 together = arrays_of(self.layout.split(out, 2, self.rows))
             parts = []
             for j in range(2):
-                args, kwargs = trial.copied(self.inputs)
+                args, kwargs = trial.copy_inputs(self.inputs)
                 one = new.single(j, self.layout)
                 passes.run(one, noise.realise, self.posteriors, one)
-                with kept(self.model):
-                    parts.append(tree_map(padded, opened(passes.run(one, self.model, *args, **kwargs))))
+                with restoring_state(self.model):
+                    parts.append(tree_map(padded, open_objects(passes.run(one, self.model, *args, **kwargs))))
         for i, (a, b) in enumerate(zip(together, arrays_of(stack_draws(parts)), strict=True)):
             if not self._close(a, b):
-                off = f"{trial.apart(a, b):.2g} of its size"
+                off = f"{trial.relative_difference(a, b):.2g} of its size"
                 raise Mixed(f"output {i} of folded draws differs from that of single ones by {off}")
 
     def _close(self, a: Tensor, b: Tensor) -> bool:
-        return a.shape == b.shape and trial.apart(a, b) <= trial.tolerance(self.model)
+        return a.shape == b.shape and trial.relative_difference(a, b) <= trial.tolerance(self.model)

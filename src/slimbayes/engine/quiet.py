@@ -136,7 +136,7 @@ def inside_func() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def captured(inputs: Any) -> bool:
+def is_captured(inputs: Any) -> bool:
     """Whether a CUDA graph is being recorded of a call with these inputs."""
     return any(a.is_cuda for a in map(padded, arrays_of(inputs))) and torch.cuda.is_current_stream_capturing()
 
@@ -148,22 +148,22 @@ def check_bounds(name: str, args: Any, kwargs: Any) -> None:
     x = args[0]
     if name in ("embedding", "embedding_bag"):
         weight = args[1] if len(args) > 1 else kwargs["weight"]
-        _within(x if not x.is_floating_point() else weight, (weight if not x.is_floating_point() else x).shape[0])
+        _check_index(x if not x.is_floating_point() else weight, (weight if not x.is_floating_point() else x).shape[0])
     elif name in ("__getitem__", "__setitem__"):
         _check_key(x, args[1])
     elif name == "one_hot":
         classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
-        _within(x, classes if classes > 0 else None)
+        _check_index(x, classes if classes > 0 else None)
     elif name in ("cross_entropy", "nll_loss"):
         target = args[1] if len(args) > 1 else kwargs["target"]
         if not target.is_floating_point():
-            _within(target.where(target != kwargs.get("ignore_index", -100), 0), x.shape[1 if x.dim() > 1 else 0])
+            _check_index(target.where(target != kwargs.get("ignore_index", -100), 0), x.shape[1 if x.dim() > 1 else 0])
     else:
         place = _BY_INDEX[name]
         index = args[place] if len(args) > place else kwargs.get("index", kwargs.get("indices"))
         dim = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else None)
         if isinstance(index, Tensor) and isinstance(dim, int):
-            _within(index, x.shape[dim])
+            _check_index(index, x.shape[dim])
 
 
 def _check_states(args: Any) -> None:
@@ -190,11 +190,11 @@ def _check_key(x: Tensor, key: Any) -> None:
             dim += flags[0]
         elif part is not None:
             if isinstance(part, Tensor) and dim < x.dim():
-                _within(part, x.shape[dim])
+                _check_index(part, x.shape[dim])
             dim += 1
 
 
-def _within(index: Tensor, size: int | None) -> None:
+def _check_index(index: Tensor, size: int | None) -> None:
     if index.numel() and (int(index.min()) < -(size or 0) or (size is not None and int(index.max()) >= size)):
         raise IndexError(f"an index from {int(index.min())} to {int(index.max())} into {size} entries")
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.engine.blocks import block_of_row, block_sizes, same
-from slimbayes.engine.fused import Seeded, dense, fused, lowered
+from slimbayes.engine.blocks import block_of_row, block_sizes, sizes_equal
+from slimbayes.engine.fused import Seeded, autocast_type, dense, fused
 from slimbayes.engine.passes import Pass, Unproven
 from slimbayes.kernels import LARGE, ready
 
@@ -53,7 +53,7 @@ class LinearMap:
             y = self._dense(x, s, r, bias, current)
             if y is not None:
                 return y
-        x = apply_rows(combine, x, s, current, self.batch_dim, self.channel_dim, dtype=lowered(x))
+        x = apply_rows(combine, x, s, current, self.batch_dim, self.channel_dim, dtype=autocast_type(x))
         y = self.apply(x, weights, current)
         return y if r is None else apply_rows(combine, y, r, current, self.batch_dim, self.channel_dim, bias)
 
@@ -123,7 +123,7 @@ class LinearMap:
         if not torch.compiler.is_compiling() and seen % current.rows and seen % len(weights):
             raise Unproven(f"a layer met {seen} rows, which {len(weights)} draws cannot share")
         sizes = sizes_of_blocks(seen, weights.shape[0], current)
-        if not all(same(size, sizes[0]) for size in sizes):
+        if not all(sizes_equal(size, sizes[0]) for size in sizes):
             parts = enumerate(x.split(sizes, batch_dim))
             done = [self.op(part, weights[k], None if biases is None else biases[k]) for k, part in parts]
             return torch.cat(done, batch_dim)
@@ -144,7 +144,7 @@ class LinearMap:
         """`blocks` with weights[index[j]] for block j: rows that share one of few weights (K, ...) meet it together."""
         x, batch_dim = spread(x, current.rows, self.batch_dim)
         sizes = sizes_of_blocks(x.shape[batch_dim], index.shape[0], current)
-        even = all(same(size, sizes[0]) for size in sizes)
+        even = all(sizes_equal(size, sizes[0]) for size in sizes)
         if torch.compiler.is_compiling() or not self.foldable or not even:
             biases = None if biases is None else biases.index_select(0, index)
             return self.blocks(x, weights.index_select(0, index), biases, current)
@@ -209,17 +209,17 @@ def apply_rows(
         return _combined(combine, x, [_place(f, x.dim(), at, channel_dim) if x.dim() > 1 else f[0] for f in lines])
     x, dim = spread(x, current.rows, dim)
     rows, seen, count = current.rows, x.shape[dim], factor.shape[0]
-    if torch.compiler.is_compiling() and not (same(rows % count, 0) and same(seen % count, 0)):
+    if torch.compiler.is_compiling() and not (sizes_equal(rows % count, 0) and sizes_equal(seen % count, 0)):
         # Cutting x into blocks divides its symbolic size anew in every layer, and the compiler's algebra explodes; a
         # lookup does not, but its gradient is a scatter.
-        if not same(count, rows):
+        if not sizes_equal(count, rows):
             lines = _looked_up(lines, block_of_row(rows, count, factor.device))
-        if not same(seen, rows):
+        if not sizes_equal(seen, rows):
             lines = _looked_up(lines, torch.arange(seen, device=factor.device) // (seen // rows))
         return _combined(combine, x, [_place(f, x.dim(), dim, channel_dim) for f in lines])
     if rows % count:
         lines, count = _looked_up(lines, block_of_row(rows, count, factor.device)), rows
-    if same(seen, count):
+    if sizes_equal(seen, count):
         return _combined(combine, x, [_place(f, x.dim(), dim, channel_dim) for f in lines])
     if seen % count:
         raise Unproven(f"a layer met {seen} rows, which {count} draws cannot share")

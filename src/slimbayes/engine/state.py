@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from slimbayes.engine.modules import Keyed, modules_of, torch_or_own
+from slimbayes.engine.modules import Keyed, has_known_class, modules_of
 from slimbayes.engine.quiet import inside_func
 
 _GROWS = (list, dict, set, deque)
@@ -47,7 +47,7 @@ class State:
     def __init__(self, model: nn.Module, every: bool = False) -> None:
         self.model = model
         found = modules_of(model)
-        own = [m for m in found if not (isinstance(m, (Keyed, nn.ModuleDict)) or torch_or_own(m))]
+        own = [m for m in found if not (isinstance(m, (Keyed, nn.ModuleDict)) or has_known_class(m))]
         self.own = len(own)  # modules whose attributes count, too; of the others only buffers do
         known = set(map(id, own))
         self.modules = own + ([m for m in found if m._buffers and id(m) not in known] if every else [])
@@ -171,7 +171,7 @@ _WRITES = {"__set__", "__setitem__", *(f"__i{name}__" for name in ("add", "sub",
 
 
 @contextmanager
-def kept(model: nn.Module) -> Iterator[State]:
+def restoring_state(model: nn.Module) -> Iterator[State]:
     """What modules keep and parameters are afterwards as they were, as are random numbers of Python, numpy and the
     modules' own.
     """

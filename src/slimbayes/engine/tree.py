@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.nn.utils.rnn import PackedSequence
 
-from slimbayes.engine.layout import PACKED, NotJoined, arrays_of, copy_of, is_cache, map_arrays, plain_call, tree_map
+from slimbayes.engine.layout import PACKED, NotJoined, arrays_of, copy_of, is_cache, is_plain_call, map_arrays, tree_map
 from slimbayes.errors import SlimbayesWarning
 
 UNORDERED = Iterator, Set  # in which nobody finds the tensors of another run again
@@ -32,20 +32,20 @@ def vars_of(leaf: Any) -> dict[str, Any]:
     return getattr(leaf, "__dict__", {}) if not isinstance(leaf, (type, ModuleType, nn.Module)) else {}
 
 
-def opened(tree: Any) -> Any:
+def open_objects(tree: Any) -> Any:
     """Outputs with the tensors of such objects in their place."""
     if isinstance(tree, Tensor):
         return tree
-    return tree_map(lambda leaf: {n: opened(v) for n, v in attributes_of(leaf).items()} or leaf, tree)
+    return tree_map(lambda leaf: {n: open_objects(v) for n, v in attributes_of(leaf).items()} or leaf, tree)
 
 
-def alike(leaves: Sequence[Any]) -> bool:
+def all_same(leaves: Sequence[Any]) -> bool:
     """Whether these are one object, or equal numbers or words."""
     first, plain = leaves[0], (str, int, float)
     return all(leaf is first or (isinstance(leaf, plain) and leaf == first) for leaf in leaves)
 
 
-def replaced(tree: Any, leaves: list[Any]) -> Any:
+def replace_leaves(tree: Any, leaves: list[Any]) -> Any:
     """The tree with other leaves, in the order of `leaves_of`."""
     rest = iter(leaves)
     return tree_map(lambda leaf: next(rest), tree)
@@ -56,11 +56,11 @@ def without_cache(leaf: Any) -> Any:
     return None if is_cache(leaf) else leaf
 
 
-def fresh(tree: Any) -> Any:
+def copy_containers(tree: Any) -> Any:
     """The same inputs in containers and tensors of their own: a model may write into what it is given, and other draws
     are to find it as it was.
     """
-    return map_arrays(lambda i, array: array.clone(), tree) if plain_call(tree) else tree_map(copy_of, tree)
+    return map_arrays(lambda i, array: array.clone(), tree) if is_plain_call(tree) else tree_map(copy_of, tree)
 
 
 def stack_draws(parts: list[Any]) -> Any:
@@ -107,7 +107,7 @@ def _joined(leaves: Sequence[Any]) -> Any:
     if isinstance(first, UNORDERED):
         raise ValueError(f"Draws gave a {type(first).__name__} each, which cannot be stacked: return a tuple or list.")
     array = hasattr(type(first), "__array__")
-    if alike(leaves) and not array and (len(leaves) > 1 or not held[0]):
+    if all_same(leaves) and not array and (len(leaves) > 1 or not held[0]):
         return first
     if array or isinstance(first, (int, float)):
         return torch.stack([torch.as_tensor(leaf) for leaf in leaves])

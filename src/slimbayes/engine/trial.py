@@ -22,8 +22,8 @@ from slimbayes.engine.layout import Dims, Layout, arrays_of, leaves_of, map_arra
 from slimbayes.engine.probe import Mixed, Probe, other_numbers
 from slimbayes.engine.quiet import Quiet, inside_func
 from slimbayes.engine.sharing import plain_modules
-from slimbayes.engine.state import State, kept, same_changes
-from slimbayes.engine.tree import UNORDERED, attributes_of, opened, without_cache
+from slimbayes.engine.state import State, restoring_state, same_changes
+from slimbayes.engine.tree import UNORDERED, attributes_of, open_objects, without_cache
 from slimbayes.errors import SlimbayesWarning
 
 _UNDER_WAY: ContextVar[bool] = ContextVar("slimbayes_trial", default=False)
@@ -35,7 +35,7 @@ _VALIDATED: list[bool] = []  # as it was before each of the trials under way, in
 
 
 @contextmanager
-def unvalidated() -> Iterator[None]:
+def without_validation() -> Iterator[None]:
     """Distributions do not look at their parameters: one setting for all threads, which the last to leave undoes."""
     with _LOCK:
         _VALIDATED.append(bool(Distribution._validate_args))
@@ -62,11 +62,11 @@ def undisturbed(model: nn.Module, inputs: Any) -> Iterator[None]:
     valid would seem to lead the model.
     """
     devices = sorted({a.device.index or 0 for a in map(padded, arrays_of(inputs)) if a.is_cuda})
-    with torch.no_grad(), kept(model), torch.random.fork_rng(devices), warnings.catch_warnings():
+    with torch.no_grad(), restoring_state(model), torch.random.fork_rng(devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         token = _UNDER_WAY.set(True)
         try:
-            with torch.compiler.set_stance("force_eager"), unvalidated():
+            with torch.compiler.set_stance("force_eager"), without_validation():
                 yield
         finally:
             _UNDER_WAY.reset(token)
@@ -81,7 +81,7 @@ def no_autocast(devices: set[str]) -> Iterator[None]:
         yield
 
 
-def probed(
+def run_probe(
     model: nn.Module,
     posteriors: Sequence[Any],
     inputs: Any,
@@ -90,7 +90,7 @@ def probed(
     taint: Tensor | None = None,
 ) -> tuple[Probe, Any]:
     """Run the plain model once, with everything random in it made constant: what was met, and the outputs."""
-    probe, out = _tried(model, posteriors, inputs, rows, before, taint)
+    probe, out = _run_probe(model, posteriors, inputs, rows, before, taint)
     if probe.quiet.used:
         raise Mixed(f"the weight of {next(iter(probe.quiet.used))} is used past the layer's own forward")
     if before is not None and len(before.visits) != len(probe.visits):
@@ -98,7 +98,7 @@ def probed(
     return probe, out
 
 
-def _tried(
+def _run_probe(
     model: nn.Module,
     posteriors: Sequence[Any],
     inputs: Any,
@@ -109,24 +109,27 @@ def _tried(
     quiet = Quiet(not model.training)
     probe = Probe([p.key for p in posteriors], quiet, before, taint)
     probe.rows = rows
-    args, kwargs = copied(inputs)
+    args, kwargs = copy_inputs(inputs)
     devices = {p.device.type for p in posteriors} or {"cpu"}
-    with kept(model) as state, quiet, no_autocast(devices), probe.watching(plain_modules(model)):
+    with restoring_state(model) as state, quiet, no_autocast(devices), probe.watching(plain_modules(model)):
         out = passes.run(probe, model, *args, **kwargs)
         quiet.muted = True
         leaves = leaves_of(out)
-        probe.objects, out = any(isinstance(leaf, UNORDERED) or attributes_of(leaf) for leaf in leaves), opened(out)
+        probe.objects, out = (
+            any(isinstance(leaf, UNORDERED) or attributes_of(leaf) for leaf in leaves),
+            open_objects(out),
+        )
         probe.changes = state.changes() if before is None else {}
     return probe, out
 
 
-def _used(probe: Probe) -> Counter[str]:
+def _count_uses(probe: Probe) -> Counter[str]:
     """How often a run called each converted layer, or used a weight of it."""
     return Counter(visit.key for visit in probe.visits) + probe.quiet.used
 
 
 @contextmanager
-def forgetting(posteriors: Any, inputs: Any) -> Iterator[None]:
+def forgetting_drawn_weights(posteriors: Any, inputs: Any) -> Iterator[None]:
     """A call after which modules have nothing left that they computed from drawn weights and would take for the next
     one's, such as a product of two or the features of a prompt: that has other draws. Looked for once in each mode.
     """
@@ -167,10 +170,10 @@ def _marked(model: nn.Module, posteriors: Sequence[Any], inputs: Any, state: Sta
     with undisturbed(model, inputs):
         try:
             state.restore()
-            first, found = _tried(model, posteriors, inputs)[0], []
+            first, found = _run_probe(model, posteriors, inputs)[0], []
             for changes in (first.changes, *({place: change} for place, change in first.changes.items())):
                 state.write(changes)
-                spared = _used(first) - _used(_tried(model, posteriors, inputs)[0])
+                spared = _count_uses(first) - _count_uses(_run_probe(model, posteriors, inputs)[0])
                 if not spared and changes is first.changes:
                     break
                 found += [*changes] if spared and len(changes) == 1 else []
@@ -182,7 +185,7 @@ def _marked(model: nn.Module, posteriors: Sequence[Any], inputs: Any, state: Sta
     return bool(found)
 
 
-def copied(inputs: Any) -> Any:
+def copy_inputs(inputs: Any) -> Any:
     """Copies of the tensors, which the model may change."""
     return map_arrays(lambda i, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
 
@@ -196,22 +199,24 @@ def what_lasts(model: nn.Module, posteriors: Sequence[Any], inputs: Any, first: 
     """The name of what a run left in the modules, if it depends on the inputs and changes what a second one gives."""
     if not first.changes:
         return None
-    with kept(model) as state:
+    with restoring_state(model) as state:
         name = state.names(first.changes)[0]
         other = map_arrays(lambda i, a: other_numbers(a, 0, True) if isinstance(a, Tensor) and a.dim() else a, inputs)
         try:
-            if same_changes(first.changes, probed(model, posteriors, other, first.rows)[0].changes):
+            if same_changes(first.changes, run_probe(model, posteriors, other, first.rows)[0].changes):
                 return None
             state.write(first.changes)
-            again = arrays_of(probed(model, posteriors, inputs, first.rows)[1])
+            again = arrays_of(run_probe(model, posteriors, inputs, first.rows)[1])
         except Exception:  # a state that does not fit the inputs any more
             return name
     pairs = list(zip(map(padded, arrays_of(out)), map(padded, again), strict=False))
-    alike = len(arrays_of(out)) == len(again) and all(a.shape == b.shape and apart(a, b) < 1e-6 for a, b in pairs)
+    alike = len(arrays_of(out)) == len(again) and all(
+        a.shape == b.shape and relative_difference(a, b) < 1e-6 for a, b in pairs
+    )
     return None if alike else name
 
 
-def apart(a: Tensor, b: Tensor) -> float:
+def relative_difference(a: Tensor, b: Tensor) -> float:
     """Largest difference relative to the largest number."""
     if a.numel() == 0:
         return 0.0
@@ -230,7 +235,7 @@ def tolerance(model: nn.Module) -> float:
     return 1e-6 if kinds == {torch.float64} else 1e-2 if on_gpu else 1e-3
 
 
-def hypotheses(inputs: Any, batch_dim: int | None) -> Iterator[Layout]:
+def candidate_layouts(inputs: Any, batch_dim: int | None) -> Iterator[Layout]:
     """Layouts that say which inputs hold rows, where, and what tells how many there are; the likeliest first."""
     arrays = arrays_of(inputs)
     shapes = [(-1, int(a.batch_sizes[0])) if isinstance(a, PackedSequence) else tuple(a.shape) for a in arrays]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from slimbayes.engine.sharing import evaluating
 from slimbayes.inference.evidence import Product, Single
-from slimbayes.inference.linearised import MOST_ROOTS, Rows, joints_of, rows_at_means
+from slimbayes.inference.linearised import MOST_ROOTS, RowDerivatives, joints_of, rows_at_means
 from slimbayes.prediction.batches import call_batch
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import frozen, sample
@@ -65,7 +65,7 @@ def without_labels(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str
     return rest, target
 
 
-def aligned(model: nn.Module, values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def align_labels(model: nn.Module, values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """What tells each label (B, ..., C), and the label: of causal language models each token tells the next."""
     causal = labels.dim() > 1 and is_causal(model)
     return (values[:, :-1], labels[:, 1:]) if causal else (values, labels)
@@ -78,7 +78,7 @@ def loss_facts(model: nn.Module, batch: Mapping[str, Any]) -> tuple[bool, bool]:
     with torch.no_grad(), evaluating(model), frozen(model, seed=0):
         own = sample(model, fold=False, **batch).get("loss")
         logits = sample(model, fold=False, **without_labels(model, batch)[0])["logits"][0]
-    logits, labels = aligned(model, logits, batch["labels"])
+    logits, labels = align_labels(model, logits, batch["labels"])
     if logits.shape[:-1] != labels.shape or logits.shape[-1] == 1:
         return False, False
     if own is None:
@@ -98,7 +98,7 @@ def _fits(accepted: inspect.Signature, args: Iterable[Any]) -> bool:
     return True
 
 
-def labelled(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
+def labelled_batches(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
     """Batches as arguments, keyword arguments and targets, on the model's device; refuses batches without targets."""
     first, accepted = next(model.parameters()), inspect.signature(model.forward)
     for number, batch in enumerate(loader):
@@ -165,7 +165,7 @@ def accumulate(
 
 def _add(
     total: Curvature,
-    rows: Rows,
+    rows: RowDerivatives,
     target: Tensor,
     member: int,
     likelihood: LikelihoodName,

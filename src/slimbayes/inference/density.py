@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from slimbayes.distributions.families import Distribution
 from slimbayes.engine import passes
-from slimbayes.inference.curvature import IGNORED, labelled
+from slimbayes.inference.curvature import IGNORED, labelled_batches
 from slimbayes.prediction.predict import select
 from slimbayes.prediction.sample import sample
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
@@ -66,7 +66,7 @@ class Density:
                 f"list of batches or a DataLoader."
             )
         size, classes = 0, None
-        for args, kwargs, target in labelled(self.model, data):
+        for args, kwargs, target in labelled_batches(self.model, data):
             if classes is None and self.likelihood == "categorical":
                 with torch.no_grad():
                     outputs = select(sample(self.model, *args, **kwargs), self.output)
@@ -84,7 +84,7 @@ class Density:
 
     def batches(self) -> Iterable[Any]:
         """What a pass over the data sees."""
-        return [None] if callable(self.data) else labelled(self.model, self.data)
+        return [None] if callable(self.data) else labelled_batches(self.model, self.data)
 
     def log_prior(self) -> Tensor:
         return torch.stack([self.prior.log_prob(f).flatten(1).sum(1) for f in self.factors]).sum(0)

@@ -35,7 +35,7 @@ LARGEST = 1e10  # a prior precision beyond it, or below its inverse, has run awa
 
 
 @dataclass(frozen=True)
-class Spectrum:
+class CurvatureSpectrum:
     """Eigenvalues of one matrix's curvature (K, D), and |mean - loc|^2, averaged over members as all here is."""
 
     name: str
@@ -61,7 +61,7 @@ class Evidence:
     log_evidence: float
 
 
-def best_precision(spectra: Sequence[Spectrum]) -> float:
+def best_precision(spectra: Sequence[CurvatureSpectrum]) -> float:
     """The prior precision of most evidence that these matrices share."""
     low, high = -math.log(LARGEST), math.log(LARGEST)
     scatter, names = sum(s.scatter for s in spectra), ", ".join(s.name for s in spectra[:3])
@@ -84,7 +84,7 @@ def best_precision(spectra: Sequence[Spectrum]) -> float:
 
 
 def maximise(
-    spectra: Sequence[Spectrum],
+    spectra: Sequence[CurvatureSpectrum],
     log_likelihood: float,
     targets: int,
     noise: float | None,
@@ -118,7 +118,7 @@ def maximise(
     return Evidence(found, sigma, log_likelihood, log_likelihood - taken)
 
 
-def _noise(squares: float, targets: int, spectra: Sequence[Spectrum], precisions: Sequence[float]) -> float:
+def _noise(squares: float, targets: int, spectra: Sequence[CurvatureSpectrum], precisions: Sequence[float]) -> float:
     """The noise of most evidence at these precisions, of spectra at unit noise: where squares / sigma^2 = targets -
     gamma. Both sides fall and rise with sigma, also where layers by themselves, each by its own account, determine more
     directions than there are targets.

@@ -31,8 +31,8 @@ from slimbayes.convert.plan import Decision, Selection, plan
 from slimbayes.distributions.families import Normal
 from slimbayes.engine import passes
 from slimbayes.engine.locate import unwrapped
-from slimbayes.inference.curvature import NO_TARGETS, Curvature, accumulate, labelled
-from slimbayes.inference.evidence import Spectrum, maximise
+from slimbayes.inference.curvature import NO_TARGETS, Curvature, accumulate, labelled_batches
+from slimbayes.inference.evidence import CurvatureSpectrum, maximise
 from slimbayes.inference.means import fit_k_tied, member_factors, set_factors
 from slimbayes.posteriors.configs.base import check_choice
 from slimbayes.posteriors.configs.rank1 import JointNormal, Over
@@ -147,7 +147,7 @@ def laplace(
         full_up_to=full_up_to if structure == "full" else 0,
         beyond="kronecker" if over == "weights" and structure in ("full", "kronecker") else "independent",
     )
-    batches = iter(labelled(work, loader))
+    batches = iter(labelled_batches(work, loader))
     try:
         if layers == "last":
             first = next(batches, None)
@@ -238,7 +238,7 @@ def _fit(
     spectra = []
     for p, block in zip(joints, curvature.blocks, strict=True):
         far = (p.means(p.layer.linear_map(p.site.name)).detach().double() - p.locs()).square().sum()
-        spectra.append(Spectrum(p.name, block.spectrum(), float(far) / p.members))
+        spectra.append(CurvatureSpectrum(p.name, block.spectrum(), float(far) / p.members))
     given = [float(prior.scale) ** -2] * len(joints) if isinstance(prior, Normal) else None
     groups = [0 if prior == "shared" else id(p.layer) for p in joints]
     best = maximise(spectra, curvature.log_likelihood, curvature.targets, noise, scaled, given, groups)

@@ -39,7 +39,7 @@ MOST = 2**24  # numbers that the derivatives of a piece of a batch may hold
 
 
 @dataclass
-class Rows:
+class RowDerivatives:
     """Outputs (B, ...) of consecutive rows at the means, the first of them row `start` of the batch."""
 
     start: int
@@ -69,7 +69,7 @@ def joints_of(model: nn.Module) -> list[Any]:
 
 def rows_at_means(
     model: nn.Module, args: Any, kwargs: Any, member: int, output: str | int | None, factored: bool = False
-) -> Iterator[Rows]:
+) -> Iterator[RowDerivatives]:
     """A batch in pieces, each run at a member's means, so small that derivatives of all its rows fit into memory.
 
     `factored` takes derivatives in the outputs of layers whose covariance is a Kronecker product, not in its numbers.
@@ -111,7 +111,7 @@ def _run(
     output: str | int | None,
     start: int,
     factored: bool,
-) -> Rows:
+) -> RowDerivatives:
     new = Pass(count, count, rowwise=False)
     new.layout = layout if count > 1 else None
     deviations: list[Tensor] = []
@@ -131,7 +131,7 @@ def _run(
         deviations.append(deviation)
     with torch.enable_grad():
         found = select(passes.run(new, model, *inputs[0], **inputs[1]), output)
-    return Rows(start, found, deviations, watched)
+    return RowDerivatives(start, found, deviations, watched)
 
 
 def predict_linearised(
@@ -183,7 +183,9 @@ def predict_linearised(
 
 
 @torch.no_grad()
-def _linear(rows: Rows, joints: list[Any], member: int, draws: int | None, seed: int) -> tuple[Tensor, Tensor]:
+def _linear(
+    rows: RowDerivatives, joints: list[Any], member: int, draws: int | None, seed: int
+) -> tuple[Tensor, Tensor]:
     """Outputs (B, ...) at the means, and their variances (1, B, ...), or S deviations (S, B, ...)."""
     outputs = rows.outputs.detach()
     many = math.prod(outputs.shape[1:])

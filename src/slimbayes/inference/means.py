@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from slimbayes.convert.convert import bayesianize, debayesianize
 from slimbayes.engine import passes
-from slimbayes.layers.base import BayesLayer, Converted, sited
+from slimbayes.layers.base import BayesLayer, Converted, sites_in
 from slimbayes.posteriors.configs.gaussian import KTied
 from slimbayes.posteriors.factors import Drawn
 from slimbayes.prediction.sample import central_pass
@@ -81,7 +81,7 @@ def fit_k_tied(model: nn.Module, rank: int) -> None:
     """Replace joint posteriors of independent weights by k-tied ones, in place."""
     configs: dict[str, KTied] = {}
     variances: dict[tuple[str, str], Tensor] = {}
-    for name, _, site, p in sited(model):
+    for name, _, site, p in sites_in(model):
         configs[name] = KTied(rank=rank, prior=p.prior, bias="gaussian", scale_jitter=0.0)
         variances[name, site] = p.variances()[0].double()
     debayesianize(model)

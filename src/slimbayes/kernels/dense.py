@@ -15,7 +15,7 @@ from torch import Tensor
 from slimbayes.kernels.scale import How, gradients_of_rows, refuse_second_derivatives, scale_rows
 
 
-class Lines(NamedTuple):
+class KernelLines(NamedTuple):
     """Factors (B, C), or (M, C) as loc + scale * noise made from a seed."""
 
     loc: Tensor
@@ -27,8 +27,8 @@ def scaled_product(
     x: Tensor,
     weight: Tensor,
     out_dim: int,
-    s: Lines,
-    r: Lines,
+    s: KernelLines,
+    r: KernelLines,
     bias: Tensor | None = None,
     seed: Tensor | None = None,
     dtype: torch.dtype | None = None,

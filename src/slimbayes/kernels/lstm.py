@@ -4,9 +4,9 @@
     c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(g)                 h_t = sigmoid(o) tanh(c_t)
 
 `steps` is the definition, a loop that autograd follows. Where kernels run, all steps are a single operation with a
-backward pass of its own: one kernel a step (recurrent.py), and the weight's gradient one product over all steps. It is
-a custom operation, since a compiler should see one node and not T of them; the dispatcher's 30 us are paid once for all
-steps.
+backward pass of its own: one kernel a step (lstm_triton.py), and the weight's gradient one product over all steps. It
+is a custom operation, since a compiler should see one node and not T of them; the dispatcher's 30 us are paid once for
+all steps.
 
 Sizes: T steps, R rows, u units, n lines of factors (R is a multiple of n), B weights (one for each block of rows).
 """
@@ -102,10 +102,10 @@ def _lstm(gates: Any, weight: Any, s: Any, r: Any, r_in: Any, bias: Any, h: Any,
     Kept are cell states (T + 1, R, u) in float32, where those before step t lie at t (at t + 1 in reverse);
     products W_hh (h o s) (T, R, 4u); and h o s (T, R, u).
     """
-    from slimbayes.kernels import recurrent
+    from slimbayes.kernels import lstm_triton
 
     with torch.cuda.device_of(gates):
-        return recurrent.forward(gates, Cell(weight, s, r, r_in, bias), h, c, *options)
+        return lstm_triton.forward(gates, Cell(weight, s, r, r_in, bias), h, c, *options)
 
 
 @_lstm.register_fake
@@ -125,10 +125,10 @@ def _(gates: Any, weight: Any, s: Any, r: Any, r_in: Any, bias: Any, h: Any, c: 
 )
 def _lstm_backward(dh: Any, dc: Any, gates: Any, weight: Any, s: Any, r: Any, r_in: Any, bias: Any, *rest: Any) -> Any:
     """Gradients of gates, weight (empty unless `weighs`), s, r, r_in, bias (empty where there is none), h and c."""
-    from slimbayes.kernels import recurrent
+    from slimbayes.kernels import lstm_triton
 
     with torch.cuda.device_of(gates):
-        return recurrent.backward(dh, dc, gates, Cell(weight, s, r, r_in, bias), *rest)
+        return lstm_triton.backward(dh, dc, gates, Cell(weight, s, r, r_in, bias), *rest)
 
 
 @_lstm_backward.register_fake

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slimbayes.kernels.draws import drawn, noise
 from slimbayes.kernels.launch import aligned, launch
+from slimbayes.kernels.philox import drawn, noise
 
 POINT, NORMAL, CAUCHY, LOGNORMAL = 0, 1, 2, 3
 FAMILIES = {"Point": POINT, "Normal": NORMAL, "Cauchy": CAUCHY, "LogNormal": LOGNORMAL}

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slimbayes.kernels.draws import noise
 from slimbayes.kernels.launch import aligned, launch
+from slimbayes.kernels.philox import noise
 from slimbayes.kernels.scale import refuse_second_derivatives
 
 LEAST = torch.finfo(torch.float32).tiny * 1e4  # variance whose root still has a gradient

@@ -78,7 +78,7 @@ def diagnose_run(run: Path, execution: Execution, draws: int = 16) -> dict[str, 
     return found
 
 
-def lines(found: Mapping[str, Any]) -> list[str]:
+def diagnosis_lines(found: Mapping[str, Any]) -> list[str]:
     """What was found in lines of at most 80 characters."""
     fold = textwrap.TextWrapper(WIDTH, subsequent_indent="    ", break_on_hyphens=False)
     return [line for whole in _lines(found) for line in fold.wrap(whole) or [whole]]

@@ -56,7 +56,7 @@ def latest_checkpoint(
     for path in _latest_first(folder):
         try:
             tensors, found = _read(path)
-            if stranger := _strangeness(tensors, found, facts or {}, network):
+            if stranger := _why_foreign(tensors, found, facts or {}, network):
                 warnings.warn(f"Skipping a checkpoint of another run: {path} {stranger}.", stacklevel=2)
                 continue
             return tensors, found
@@ -73,7 +73,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return load_tensors(files[_TENSORS]), facts
 
 
-def _strangeness(
+def _why_foreign(
     tensors: dict[str, Tensor], found: dict[str, Any], facts: Mapping[str, str], network: nn.Module | None
 ) -> str:
     """What tells a checkpoint from those of a run; nothing if it is one of them."""

@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 from slimbayes.errors import brief, cut, did_you_mean
 from slimbayes.lab.choices import models_in
 from slimbayes.lab.config import FORMAT, Experiment
-from slimbayes.lab.own_config import filled
+from slimbayes.lab.own_config import fill_in
 from slimbayes.lab.trees import SEVERAL, SIZE, Tree, YamlError, parse, parts_of, row_names, row_parts
 from slimbayes.lab.trees import ConfigError as ConfigError
 from slimbayes.lab.trees import merged as merged
@@ -149,7 +149,7 @@ def _nested(path: str, value: Any) -> Tree:
     return value
 
 
-def _of_its_time(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_former_rules(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """A tree with the rules of its time: one that a run has written, which says everything, but not how members' losses
     join, is from when they were averaged.
     """
@@ -168,10 +168,10 @@ def validate(tree: Mapping[str, Any], source: str = "the config") -> Experiment:
         )
     try:
         # As JSON, where strict types still take lists for tuples: a number is no truth value, and no text.
-        written = json.dumps(_whole(filled(_of_its_time({k: v for k, v in tree.items() if k not in _SIDE}))))
+        written = json.dumps(_whole(fill_in(_with_former_rules({k: v for k, v in tree.items() if k not in _SIDE}))))
         return Experiment.model_validate_json(written, strict=True)
     except ValidationError as error:
-        faults = listed([_describe(fault) for fault in error.errors(include_url=False)])
+        faults = list_faults([_describe(fault) for fault in error.errors(include_url=False)])
         raise ConfigError(f"{source} is not a valid experiment:\n{faults}") from None
 
 
@@ -191,7 +191,7 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
-def listed(faults: list[str]) -> str:
+def list_faults(faults: list[str]) -> str:
     """Faults as lines, each and all of them in bounds."""
     lines = [f"  {cut(fault, most=1000)}" for fault in dict.fromkeys(faults)]
     return "\n".join(lines[:_SHOWN] + ([f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []))

@@ -39,7 +39,7 @@ from slimbayes.diagnostics import spectrum as spectrum_of
 from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.diagnostics.spectra import Of
 from slimbayes.errors import did_you_mean
-from slimbayes.lab.evaluate import check_sets, corrupted, scores_with_errors
+from slimbayes.lab.evaluate import check_sets, corrupted_rows, scores_with_errors
 from slimbayes.lab.execution import Execution, key, seed_everything
 from slimbayes.lab.fit import load_run
 from slimbayes.lab.paper_table import Numbers
@@ -199,7 +199,7 @@ def corruption(case: Case) -> Found:
     task, execution = case.loaded.task, case.execution
     check_sets(chosen, task, execution)
     made: list[Evaluation] = []
-    for source, about, rows in corrupted(experiment, task, execution, Watcher()):
+    for source, about, rows in corrupted_rows(experiment, task, execution, Watcher()):
         rows = rows.to(case.loaded.device)
         made += case.loaded.score(rows, [case.draws], source, "corruption", about, execution.workers)[0]
     return {}, [one.model_dump(mode="json") for one in made]
@@ -253,24 +253,24 @@ def tracked(case: Case) -> Found:
 
 def prior_functions(case: Case) -> Found:
     """Functions from the implicit priors of dropout and EMP (Chang et al. 2019, Figure 3)."""
-    from slimbayes.diagnostics import priors
+    from slimbayes.diagnostics import prior_plots
 
     torch.manual_seed(case.seed)
     x = torch.linspace(-5, 5, 4001)
-    drawn: dict[str, Tensor] = {m: priors.prior_functions(m, x, **case.options) for m in priors.METHODS}
-    case.draw(lambda: priors.plot_prior_functions(x, drawn))
-    numbers = {f"steps_{method}": priors.mean_steps(values) for method, values in drawn.items()}
+    drawn: dict[str, Tensor] = {m: prior_plots.prior_functions(m, x, **case.options) for m in prior_plots.METHODS}
+    case.draw(lambda: prior_plots.plot_prior_functions(x, drawn))
+    numbers = {f"steps_{method}": prior_plots.mean_steps(values) for method, values in drawn.items()}
     return numbers, numbers
 
 
 def induced_priors(case: Case) -> Found:
     """Priors over weights that those over factors induce: their densities near zero and in the tail."""
-    from slimbayes.diagnostics import priors
+    from slimbayes.diagnostics import prior_plots
 
     points = torch.linspace(-4, 4, 800)
-    case.draw(lambda: priors.plot_induced_priors(points))
+    case.draw(lambda: prior_plots.plot_induced_priors(points))
     at = torch.tensor([0.1, 4.0])
-    found = {name: priors.induced_prior(at, prior).tolist() for name, prior in priors.FIGURE.items()}
+    found = {name: prior_plots.induced_prior(at, prior).tolist() for name, prior in prior_plots.FIGURE.items()}
     names = dict(zip(found, ("fixed", "normal", "cauchy", "student"), strict=True))
     numbers = {f"{names[n]}_{place}": v for n, both in found.items() for place, v in zip(("zero", "tail"), both)}
     return numbers, found

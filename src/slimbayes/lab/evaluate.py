@@ -30,7 +30,7 @@ from slimbayes.lab.watchers import Watcher
 from slimbayes.metrics.functional import labelled
 from slimbayes.report.record import Evaluation, Example
 
-_ENTROPY = 3  # column of what `note` says of a row
+_ENTROPY = 3  # column of what `row_facts` says of a row
 UNFAMILIAR = ("inverted", "shuffled")  # test images that are none any more
 _PUBLISHED = ("cifar10", "cifar100", "imagenet")  # of which there is a set of this name with -c
 _CHUNK = 1000  # images that are corrupted together: their random numbers depend on it
@@ -47,13 +47,13 @@ def evaluate(
     if task.validation is not None:
         rows = task.in_own_units(task.validation)
         made += predictor.score(rows, draws, task.name, "validation", workers=workers)[0]
-    for source, about, rows in corrupted(predictor.experiment, task, execution, watcher or Watcher()):
+    for source, about, rows in corrupted_rows(predictor.experiment, task, execution, watcher or Watcher()):
         made += predictor.score(rows.to(predictor.device), draws, source, "corruption", about, workers)[0]
     for name in chosen.shift:
-        shifted = limited(fitting(name, task, execution), chosen.limit)
+        shifted = limited(open_matching(name, task, execution), chosen.limit)
         made += predictor.score(shifted.to(predictor.device), draws, name, "shift")[0]
     for name in chosen.ood:
-        strange = unfamiliar(name, chosen.limit, task, execution).to(predictor.device)
+        strange = open_unfamiliar(name, chosen.limit, task, execution).to(predictor.device)
         predictions = predictor.predictions(strange, f"ood {name}", draws)
         entropies = [{n: p.entropy.double() for n, p in found.items()} for found, _ in predictions]
         for n in draws:
@@ -71,7 +71,7 @@ def check_sets(chosen: Evaluate, task: Task, execution: Execution) -> None:
         raise ValueError(f"evaluate.ood asks for {chosen.ood[0]}, but {task.name} has real targets: it is for classes.")
     for name in (*chosen.shift, *chosen.ood):
         if name not in UNFAMILIAR:
-            fitting(name, task, execution)
+            open_matching(name, task, execution)
     in_memory = task.images and isinstance(task.test, Split)
     if chosen.corruption_names and not in_memory:
         _check_folders(chosen, task, execution)
@@ -99,7 +99,7 @@ def _check_folders(chosen: Evaluate, task: Task, execution: Execution) -> None:
         )
 
 
-def corrupted(
+def corrupted_rows(
     experiment: Experiment, task: Task, execution: Execution, watcher: Watcher
 ) -> Iterator[tuple[str, dict[str, Any], Rows]]:
     """Test images under each corruption and severity: the published ones where they are at hand, else made here."""
@@ -148,7 +148,7 @@ def _corrupt(test: Split, name: str, severity: int, execution: Execution) -> Spl
     return Split(torch.cat(parts), test.y)
 
 
-def fitting(name: str, task: Task, execution: Execution) -> Split:
+def open_matching(name: str, task: Task, execution: Execution) -> Split:
     """Test rows of another set, of the same shape as the task's."""
     rows = load(name, execution.data_dir, ["test"]).splits["test"]
     if not isinstance(rows, Split):
@@ -160,10 +160,10 @@ def fitting(name: str, task: Task, execution: Execution) -> Split:
     return rows
 
 
-def unfamiliar(name: str, limit: int | None, task: Task, execution: Execution) -> Split:
+def open_unfamiliar(name: str, limit: int | None, task: Task, execution: Execution) -> Split:
     """Rows of a set the network never saw, or test images with their colours inverted or their pixels shuffled."""
     if name not in UNFAMILIAR:
-        return limited(fitting(name, task, execution), limit)
+        return limited(open_matching(name, task, execution), limit)
     assert isinstance(task.test, Split)
     rows = limited(task.test, limit)
     if name == "inverted":

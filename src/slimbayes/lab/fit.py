@@ -35,7 +35,7 @@ from slimbayes.lab.training import Diverged as Diverged
 from slimbayes.lab.training import Stopped as Stopped
 from slimbayes.lab.training import Training
 from slimbayes.lab.watchers import Bars, Ranks, Watcher
-from slimbayes.report.record import Cost, Diagnostics, Parameters, Record, RecordError, read, write
+from slimbayes.report.record import Diagnostics, ParameterCounts, Record, RecordError, RunCost, read, write
 
 _ROWS, _PICTURES = 128, 32  # that are looked at, and of folders, whose pictures are large
 
@@ -170,7 +170,7 @@ def write_record(
         commands=[*former, run_folder.command()],
         classes=list(predictor.task.classes),
         status="stopped early" if curve and curve[-1]["epoch"] < stored.train.epochs else "finished",
-        parameters=Parameters(plain=counts.before, total=counts.after),
+        parameters=ParameterCounts(plain=counts.before, total=counts.after),
         curve=curve,
         evaluations=evaluations,
         examples=examples,
@@ -194,10 +194,10 @@ def _diagnostics(
         return None
 
 
-def _cost(file: Path, evaluate_seconds: float) -> Cost:
+def _cost(file: Path, evaluate_seconds: float) -> RunCost:
     measured: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     epochs = sorted(measured.get("epoch_seconds", ()))
-    return Cost(
+    return RunCost(
         train_seconds=measured.get("train_seconds", float("nan")),
         seconds_per_epoch=epochs[len(epochs) // 2] if epochs else float("nan"),
         evaluate_seconds=evaluate_seconds,

@@ -191,12 +191,12 @@ def code_allowed(allowed: bool = True) -> Iterator[None]:
         _ALLOWED.reset(token)
 
 
-def filled(tree: Mapping[str, Any]) -> dict[str, Any]:
+def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A config with what follows from it: data are named by their file, tables are scaled by quantiles unless
     something else is asked for, and {python: ...} is a kind of network.
 
     Example:
-        >>> filled({"data": {"csv": "in/houses.csv"}, "model": {"python": "nets:build"}})["data"]
+        >>> fill_in({"data": {"csv": "in/houses.csv"}, "model": {"python": "nets:build"}})["data"]
         {'scaling': 'quantile', 'csv': 'in/houses.csv', 'name': 'houses'}
     """
     data, model = tree.get("data"), tree.get("model")

@@ -22,7 +22,7 @@ from slimbayes.data.table_files import MOST_VALUES, Column, TableFile, frames, l
 from slimbayes.errors import brief, did_you_mean
 from slimbayes.lab import config
 from slimbayes.lab.execution import generator
-from slimbayes.lab.own_task import OwnColumns, OwnTable, told, with_dates
+from slimbayes.lab.own_task import OwnColumns, OwnTable, say_as_config, with_dates
 from slimbayes.sklearn.columns import Preparation, Table
 from slimbayes.untrusted import check_regular
 
@@ -99,7 +99,7 @@ def _table(path: Path, chosen: config.Data) -> OwnTable:
         table.fit(every, kept)  # categories of test rows alone stay unseen
         read = torch.from_numpy(table.read(every))
     except ValueError as error:
-        raise ValueError(f"{path}: {told(error)}") from error
+        raise ValueError(f"{path}: {say_as_config(error)}") from error
     splits = {name: Split(read[part.x], part.y) for name, part in places.items()}
     passed = tuple(name for name in found.columns if name in left_out)
     columns = tuple(table.names[j] for j in [*table.numbers, *table.categories])

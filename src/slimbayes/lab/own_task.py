@@ -71,7 +71,7 @@ class OwnColumns:
         try:
             made = self.prepared(frame_of(values, self.kinds), unseen)
         except ValueError as error:
-            raise ValueError(told(error)) from error
+            raise ValueError(say_as_config(error)) from error
         return made, (unseen_text(unseen, len(made)),) if unseen else ()
 
     def blocks(self, file: Path) -> Iterator[Tensor]:
@@ -90,7 +90,7 @@ class OwnColumns:
                 rows = self.prepared({name: frame[here[name]] for name in here}, unseen)
             except ValueError as error:
                 last = first + len(next(iter(frame.values()))) - 1
-                raise ValueError(f"{file}, rows {first} to {last}: {told(error)}") from error
+                raise ValueError(f"{file}, rows {first} to {last}: {say_as_config(error)}") from error
             first += len(rows)
             yield rows
         if unseen:
@@ -123,16 +123,16 @@ def with_dates(frame: Frame, kinds: Mapping[str, Kind], wanted: Sequence[str] | 
     return found
 
 
-def told(error: Exception) -> str:
+def say_as_config(error: Exception) -> str:
     """What `Table` says, with options called as in a config."""
     text = str(error).removeprefix("Input X contains NaN: ")
     return text.replace("missing='impute'", "data.missing: impute").replace("categorical_features", "data.categories")
 
 
-def finished(task: Task, data: Dataset, chosen: Data) -> Task:
+def scale_by_training_rows(task: Task, data: Dataset, chosen: Data) -> Task:
     """A task of one's own data, with real targets standardised and tables scaled, both by the training rows."""
     if task.real:
-        task = _standardised(task)
+        task = _standardise_targets(task)
     if not isinstance(data, OwnTable):
         return task
     assert data.own is not None and isinstance(task.train, Split)
@@ -154,7 +154,7 @@ def finished(task: Task, data: Dataset, chosen: Data) -> Task:
     )
 
 
-def _standardised(task: Task) -> Task:
+def _standardise_targets(task: Task) -> Task:
     assert isinstance(task.train, Split)
     wide = task.train.y.double()
     mean, std = wide.mean(0), wide.std(0, correction=0)

@@ -13,7 +13,7 @@ from typing import Any
 from slimbayes.data import CORRUPTIONS
 from slimbayes.files import write_text
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.papers import UNITS, PaperRow, Scale, told
+from slimbayes.lab.papers import UNITS, PaperRow, Scale, claim_lines
 from slimbayes.metrics.corruption import ALEXNET, ALEXNET_CLEAN, corruption_errors
 from slimbayes.report.metric import bootstrap_interval
 from slimbayes.report.record import Record
@@ -42,7 +42,7 @@ def draws_of(record: Record, asked: int | None) -> int:
     return (below or there)[-1]
 
 
-def measured(record: Record, draws: int) -> Numbers:
+def scores_of_record(record: Record, draws: int) -> Numbers:
     """Scores of test rows and of validation rows (`validation_`), means over corruptions (`corrupted_`), those of one
     severity (`severity1_`) and members (`member_`), diversity, parameters."""
     out: Numbers = {}
@@ -187,7 +187,7 @@ def markdown(found: Mapping[str, Any]) -> str:
                 for name in _SIZES
             ]
             lines.append(_line(["*paper*", *theirs, "", "", *size]))
-    if claims := told(found.get("claims", ()), {row["row"]: row["label"] for row in rows}):
+    if claims := claim_lines(found.get("claims", ()), {row["row"]: row["label"] for row in rows}):
         lines += ["", "What the paper claims, and differences here over the same seeds:", "", *claims]
     return "\n".join(lines) + "\n"
 
@@ -209,7 +209,7 @@ def _remarks(found: Mapping[str, Any]) -> list[str]:
     out.append("- In italics: what the paper prints.")
     for note, labels in _grouped((row["note"], row["label"]) for row in rows if row["note"]).items():
         out.append(f"- {_labels(labels) if len(labels) < len(rows) else 'All rows'}: {note}")
-    return out + [f"- **{line}" for line in failed(found["failures"], " failed:** ")]
+    return out + [f"- **{line}" for line in failure_lines(found["failures"], " failed:** ")]
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
@@ -223,7 +223,7 @@ def _labels(labels: Sequence[str]) -> str:
     return "; ".join(labels) if len(labels) <= 8 else f"{len(labels)} rows: {labels[0]}; ...; {labels[-1]}"
 
 
-def failed(failures: Mapping[str, str], then: str = ": ") -> list[str]:
+def failure_lines(failures: Mapping[str, str], then: str = ": ") -> list[str]:
     """A line for each reason, with the runs that failed for it."""
     reasons = _grouped((reason, name) for name, reason in failures.items())
     return [f"{'; '.join(names)}{then}{reason}" for reason, names in reasons.items()]

@@ -230,7 +230,7 @@ class Claim(BaseModel):
         return "holds" if low > 0 else "does not hold: it is the other way round" if high < 0 else "undecided"
 
 
-def told(claims: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> list[str]:
+def claim_lines(claims: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> list[str]:
     """Lines about judged claims, as a table has them."""
     lines = []
     for claim in claims:

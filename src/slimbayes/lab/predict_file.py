@@ -69,7 +69,7 @@ def _rows(inputs: Path, predictor: Predictor) -> Iterator[Tensor]:
         else task.own.blocks(inputs)
     )
     for block in blocks:
-        yield fitted(block, task, str(inputs), first, data.allow_nonfinite)
+        yield check_and_fit(block, task, str(inputs), first, data.allow_nonfinite)
         first += len(block)
 
 
@@ -132,7 +132,7 @@ def _tensor(numbers: Any) -> Tensor:
     return wide.float() if torch.equal(wide, wide.float().double()) else wide
 
 
-def fitted(x: Tensor, task: Task, source: str, first: int = 0, allow_nonfinite: bool = False) -> Tensor:
+def check_and_fit(x: Tensor, task: Task, source: str, first: int = 0, allow_nonfinite: bool = False) -> Tensor:
     """Rows in the shape and type that the network was trained on, or an error that says what does not fit.
 
     `first` is the number of the first row in its file.

@@ -221,7 +221,7 @@ class Predictor(NamedTuple):
         workers: int = 0,
         brief: bool = False,
     ) -> tuple[list[Evaluation], dict[int, Tensor]]:
-        """Evaluations of one set by number of draws, and what `note` says of rows of classes, (N, 5).
+        """Evaluations of one set by number of draws, and what `row_facts` says of rows of classes, (N, 5).
 
         `brief` is for every epoch: likelihood and errors alone, and no notes.
         """
@@ -233,7 +233,7 @@ class Predictor(NamedTuple):
             for count, prediction in found.items():
                 scores[count].update(prediction, y)
                 if self.discrete and not brief:
-                    notes[count].append(note(prediction, y))
+                    notes[count].append(row_facts(prediction, y))
         curves = role in ("test", "shift")
         made = [Evaluation(data=data, role=role, draws=n, **about, **s.result(curves)) for n, s in scores.items()]
         return made, {n: torch.cat(parts) for n, parts in notes.items() if parts}
@@ -266,7 +266,7 @@ class Predictor(NamedTuple):
         return {f"validation_{name}": made.metrics[name] for name in ("nll", "accuracy")}
 
 
-def note(prediction: Prediction, y: Tensor) -> Tensor:
+def row_facts(prediction: Prediction, y: Tensor) -> Tensor:
     """Target, predicted class, its probability, entropy and epistemic part of it, of each row: (N, 5)."""
     p, target = prediction, y.argmax(-1) if y.is_floating_point() else y
     return torch.stack([column.double() for column in (target, p.label, p.confidence, p.entropy, p.epistemic)], 1)

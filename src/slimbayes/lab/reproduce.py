@@ -27,7 +27,15 @@ from slimbayes.files import write_text
 from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import Stopped, fit
-from slimbayes.lab.paper_table import Numbers, Reproduction, RowResult, describe_setting, draws_of, failed, measured
+from slimbayes.lab.paper_table import (
+    Numbers,
+    Reproduction,
+    RowResult,
+    describe_setting,
+    draws_of,
+    failure_lines,
+    scores_of_record,
+)
 from slimbayes.lab.papers import PaperRow, Scale, find
 from slimbayes.lab.run_folder import default_folder
 from slimbayes.lab.table_status import by_hash
@@ -86,7 +94,7 @@ def reproduce(
         table.write(out)
     _draw(table, out, watcher)
     if table.failures:
-        told = " ".join(failed(table.failures))
+        told = " ".join(failure_lines(table.failures))
         raise Incomplete(f"{len(table.failures)} of {len(asked)} runs failed: {told}")
     return out
 
@@ -133,7 +141,7 @@ def _run(
     more = [Evaluation.model_validate(one) for details in made for one in details]  # beside the record's own
     record = record.model_copy(update={"evaluations": [*record.evaluations, *more]})
     setting = describe_setting(experiment, scale)
-    return RowResult(row, seed, measured(record, draws) | numbers, record, folder, setting, files)
+    return RowResult(row, seed, scores_of_record(record, draws) | numbers, record, folder, setting, files)
 
 
 def _diagnosed(row: PaperRow, case: Case, out: Path, stem: str, digest: str) -> tuple[Numbers, tuple[str, ...]]:

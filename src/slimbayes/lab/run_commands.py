@@ -70,11 +70,11 @@ def diagnose(
     allow_code: AllowCode = False,
 ) -> None:
     """Look at a run's posterior: ELBO, calibration, k-hat; of Gaussian ones spectrum, truncation, gradient noise."""
-    from slimbayes.lab.after_training import diagnose_run, lines
+    from slimbayes.lab.after_training import diagnose_run, diagnosis_lines
     from slimbayes.lab.execution import Execution
 
     found = diagnose_run(run, Execution(accelerator=accelerator, data_dir=data_dir), draws)
-    typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(lines(found)))
+    typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(diagnosis_lines(found)))
 
 
 def stack(

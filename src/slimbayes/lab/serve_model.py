@@ -17,7 +17,7 @@ from slimbayes.data import Split
 from slimbayes.errors import brief
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.own_config import OwnCodeError, code_is_allowed
-from slimbayes.lab.predict_file import as_columns, as_lists, fitted, own_columns, read_predictor
+from slimbayes.lab.predict_file import as_columns, as_lists, check_and_fit, own_columns, read_predictor
 from slimbayes.lab.predict_input import check_names
 from slimbayes.lab.run_folder import RunError
 from slimbayes.prediction.export import SUMMARIES
@@ -79,7 +79,7 @@ class RunModel(Served):
         self.predict(np.zeros((2, *self.row), np.float32), draws, None)  # rows are located before anyone waits
 
     def fitted(self, rows: np.ndarray) -> np.ndarray:
-        return fitted(torch.as_tensor(rows), self.predictor.task, "rows").numpy()
+        return check_and_fit(torch.as_tensor(rows), self.predictor.task, "rows").numpy()
 
     def predict(self, rows: np.ndarray, draws: int, level: float | None) -> Columns:
         x, classes = torch.as_tensor(rows), self.predictor.task.classes

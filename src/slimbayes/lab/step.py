@@ -31,7 +31,7 @@ from slimbayes.lab.task import crops_pictures
 from slimbayes.prediction.sample import sample
 from slimbayes.train.elbo import ELBO, check_finite, elbo
 from slimbayes.train.likelihoods import LIKELIHOODS
-from slimbayes.train.optim import apart, l2
+from slimbayes.train.optim import l2, networks_of
 from slimbayes.train.recorded import record
 
 Batch = tuple[Tensor, ...]  # row numbers (B,) of a set that is on the device, or inputs and targets
@@ -67,7 +67,7 @@ class TrainingStep:
         train, self.noise = self.experiment.train, self.predictor.training_noise
         # The likelihood of a mixture has no parts that could be summed.
         summed = train.ensemble_loss == "sum" and train.form == "average"
-        self.networks = apart(self.network) if summed else [list(self.network.parameters())]
+        self.networks = networks_of(self.network) if summed else [list(self.network.parameters())]
         self.averages: dict[str, Tensor] = {}
         if self.experiment.train.ema:
             self.averages = {n: p.detach().clone() for n, p in self.network.named_parameters() if p.requires_grad}

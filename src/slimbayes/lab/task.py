@@ -126,9 +126,9 @@ def open_task(chosen: config.Data, root: Path | str | None = None, dataset: Data
     check_data(data, splits, chosen.allow_nonfinite or chosen.missing == "impute")
     task = _table(data, chosen) if splits == ("all",) else _from_splits(data, splits, chosen)
     if dataset is None and chosen.source is not None:
-        from slimbayes.lab.own_task import finished  # needs scikit-learn, which other sets do without
+        from slimbayes.lab.own_task import scale_by_training_rows  # needs scikit-learn, which other sets do without
 
-        task = finished(task, data, chosen)
+        task = scale_by_training_rows(task, data, chosen)
     for name, rows in (("train", task.train), ("validation", task.validation), ("test", task.test)):
         if rows is not None and not len(rows):
             raise ValueError(f"{data.name}: no rows are left in the {name} split; it has too few.")

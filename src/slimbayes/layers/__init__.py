@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slimbayes.layers.anything import any_class, has_bias, matrices_of, scales_of
-from slimbayes.layers.base import LAYERS, BayesLayer, formed, registered
+from slimbayes.layers.base import LAYERS, BayesLayer, derive_class, registered_class
 from slimbayes.layers.base import register_layer as register_layer
 from slimbayes.layers.linear import Quantised, StoredInOut, is_quantised
 from slimbayes.layers.site import Kind
@@ -27,12 +27,12 @@ def bayes_class(layer: nn.Module) -> type[BayesLayer] | None:
     """The class that a layer's type converts to on the fast path, or None."""
     kind = type(layer)
     if kind not in LAYERS and (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
-        LAYERS[kind] = formed(StoredInOut, kind)
-    known = registered(layer)
+        LAYERS[kind] = derive_class(StoredInOut, kind)
+    known = registered_class(layer)
     if known is None or kind in LAYERS:
         return known
     changed = any(getattr(kind, name, None) is not getattr(known.plain, name, None) for name in _CALLED)
-    return None if changed else formed(known, kind)
+    return None if changed else derive_class(known, kind)
 
 
 def class_for(layer: nn.Module, covers: Sequence[Kind]) -> type[BayesLayer] | None:
@@ -43,7 +43,7 @@ def class_for(layer: nn.Module, covers: Sequence[Kind]) -> type[BayesLayer] | No
     if isinstance(layer, torch.jit.ScriptModule) or type(layer).forward is nn.Module.forward:
         return None
     if is_quantised(layer):
-        return formed(Quantised, type(layer)) if "quantised" in covers else None
+        return derive_class(Quantised, type(layer)) if "quantised" in covers else None
     finds: dict[Kind, Callable[[nn.Module], list[str]]] = {"matrix": matrices_of, "norm": scales_of}
     for kind, find in finds.items():
         if kind in covers and (found := find(layer)):
@@ -54,7 +54,7 @@ def class_for(layer: nn.Module, covers: Sequence[Kind]) -> type[BayesLayer] | No
 
 def kind_of(layer: nn.Module) -> Kind | None:
     """What a layer is by its type or a parent's, converted or not; None for types that nobody registered."""
-    known = registered(layer)
+    known = registered_class(layer)
     if known is None and isinstance(layer, nn.modules.batchnorm._NormBase):
         return "norm"  # SyncBatchNorm is no subclass of a registered one
     return None if known is None else known.bayes_kind

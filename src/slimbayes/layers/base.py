@@ -89,7 +89,7 @@ def _forward_of(plain: type[nn.Module]) -> Any:
         key = self.bayes_key
         found = passes.of(key)
         if found is None or found.held:
-            return calls.bare(self, self._bayes_inside, args, kwargs)
+            return calls.call_module(self, self._bayes_inside, args, kwargs)
         return self._bayes_in(found, key, args, kwargs)
 
     return forward
@@ -220,7 +220,7 @@ def sites_of(cls: type[BayesLayer], layer: Any) -> list[Site]:
         layer.__class__ = plain
 
 
-def sited(model: nn.Module) -> Iterator[tuple[str, Any, str, Any]]:
+def sites_in(model: nn.Module) -> Iterator[tuple[str, Any, str, Any]]:
     """Every posterior of a model's converted layers: the layer's name, the layer, the site's name, the posterior."""
     for name, layer in model.named_modules():
         for site, posterior in layer.posterior.items() if isinstance(layer, BayesLayer) else ():
@@ -247,7 +247,7 @@ def _empty(class_of: Callable[..., Any], arguments: tuple[Any, ...]) -> nn.Modul
 
 
 @made_once
-def formed(parent: type[BayesLayer], plain: type[nn.Module]) -> type[BayesLayer]:
+def derive_class(parent: type[BayesLayer], plain: type[nn.Module]) -> type[BayesLayer]:
     """The class of converted layers of a type that is only met at run time, from a mixin or its parent's class."""
     return type(f"Bayes{plain.__name__}", (parent, plain), {"plain": plain, "__module__": __name__})
 
@@ -256,7 +256,7 @@ LAYERS: dict[type[nn.Module], type[BayesLayer]] = {}  # by plain type; every fil
 Layer = TypeVar("Layer", bound=BayesLayer)
 
 
-def registered(layer: nn.Module) -> type[BayesLayer] | None:
+def registered_class(layer: nn.Module) -> type[BayesLayer] | None:
     """The class of the nearest registered type among a layer's own and its parents, whatever it changes of it."""
     return next((LAYERS[cls] for cls in type(layer).__mro__ if cls in LAYERS), None)
 

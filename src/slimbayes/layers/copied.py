@@ -18,10 +18,10 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from slimbayes.engine import noise, passes
-from slimbayes.engine.blocks import block_of_row, same
+from slimbayes.engine.blocks import block_of_row, sizes_equal
 from slimbayes.engine.layout import NotJoined, arrays_of, is_cache, map_arrays, padded, tree_map
 from slimbayes.engine.passes import Unproven
-from slimbayes.engine.tree import alike, attributes_of
+from slimbayes.engine.tree import all_same, attributes_of
 from slimbayes.layers.base import Converted, made_once, reading
 from slimbayes.layers.methods import runs_later, tell_of_replaced, wrap_methods
 
@@ -241,7 +241,7 @@ def _take(inputs: Any, line: Tensor, rows: int, dims: Any) -> Any:
 
 def _select(x: Tensor, dim: int, rows: int, line: Tensor) -> Tensor:
     """Rows of x by number, where each may own several entries along `dim`."""
-    if same(x.shape[dim], rows):
+    if sizes_equal(x.shape[dim], rows):
         return x.index_select(dim, line)
     each = x.shape[dim] // rows
     if x.shape[dim] != rows * each:
@@ -257,7 +257,7 @@ def _join(outputs: list[Any], back: Tensor, total: int, dims: Any) -> Any:
         if not isinstance(leaves[0], Tensor):
             if is_cache(leaves[0]):
                 return NotJoined(leaves)
-            if not alike(leaves) and (attributes_of(leaves[0]) or isinstance(leaves[0], (int, float, str))):
+            if not all_same(leaves) and (attributes_of(leaves[0]) or isinstance(leaves[0], (int, float, str))):
                 raise ValueError(
                     f"Each member returns a {type(leaves[0]).__name__} for its rows, which nobody can join: return "
                     f"tensors, or ask one member, select(model, [k])."

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.engine.rows import LinearMap
-from slimbayes.layers.base import BayesLayer, bayes_form, registered
+from slimbayes.layers.base import BayesLayer, bayes_form, registered_class
 from slimbayes.layers.site import Site, Unit
 
 
@@ -65,7 +65,7 @@ def functional_dropout(model: nn.Module) -> dict[str, str]:
     """
     found = {}
     for name, module in model.named_modules():
-        known = registered(module)
+        known = registered_class(module)
         rate: Any = getattr(module, "dropout", 0.0)
         if known is not None and known.inner_dropout:
             if rate > 0:

@@ -108,7 +108,7 @@ def opening_class(plain: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(plain.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return calls.bare(self, functools.partial(plain.forward, self), args, kwargs)
+        return calls.call_module(self, functools.partial(plain.forward, self), args, kwargs)
 
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
     attributes = {"plain": plain, "forward": forward} | names | wrap_methods(plain, _scoped)
@@ -140,7 +140,7 @@ def open_passes(model: nn.Module) -> None:
 
 def _call_instance(module: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:
     """A forward that somebody set on a module, made to open a pass."""
-    return calls.bare(module, function, args, kwargs)
+    return calls.call_module(module, function, args, kwargs)
 
 
 def _around(model: nn.Module) -> list[nn.Module]:

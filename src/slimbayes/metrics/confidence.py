@@ -9,7 +9,15 @@ Sizes: N rows, M rows of all batches, C classes, R bins.
 import torch
 from torch import Tensor
 
-from slimbayes.metrics.functional import Classes, bin_errors, bin_index, bin_sums, judged, labelled, need_bins
+from slimbayes.metrics.functional import (
+    Classes,
+    bin_errors,
+    bin_index,
+    bin_sums,
+    confidence_and_hits,
+    labelled,
+    need_bins,
+)
 from slimbayes.metrics.streaming import Streaming
 
 
@@ -41,7 +49,7 @@ class ECE(Streaming):
         self.add_sum("bin_sums", 3, bins)
 
     def update(self, probs: Classes, target: Tensor) -> None:
-        self.add_to("bin_sums", bin_sums(*judged(probs, target), self.bins))
+        self.add_to("bin_sums", bin_sums(*confidence_and_hits(probs, target), self.bins))
 
     def errors(self) -> tuple[Tensor, Tensor]:
         """ECE and MCE."""
@@ -123,7 +131,7 @@ class Ranked(Streaming):
         self.add_list("right")
 
     def update(self, probs: Classes, target: Tensor) -> None:
-        confidence, right = judged(probs, target)
+        confidence, right = confidence_and_hits(probs, target)
         self.add_to("confidence", confidence)
         self.add_to("right", right)
 

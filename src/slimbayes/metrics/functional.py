@@ -151,7 +151,7 @@ def calibration(probs: Classes, target: Tensor, bins: int = 20, drop: int = 5) -
         (0.1, 10)
     """
     need_bins(bins, drop)
-    confidence, right = judged(probs, target)
+    confidence, right = confidence_and_hits(probs, target)
     sums = bin_sums(confidence, right, bins)
     ece, mce = bin_errors(sums, drop)
     accuracy, mean = sums[1:] / sums[0]
@@ -159,7 +159,7 @@ def calibration(probs: Classes, target: Tensor, bins: int = 20, drop: int = 5) -
     return Calibration(float(ece), float(mce), accuracy, mean, sums[0].long(), edges, sums[0] > drop)
 
 
-def judged(probs: Classes, target: Tensor) -> tuple[Tensor, Tensor]:
+def confidence_and_hits(probs: Classes, target: Tensor) -> tuple[Tensor, Tensor]:
     """Confidence in each predicted class (M,) and whether it is the right one (M,)."""
     rows, label = labelled(probs, target)
     confidence, predicted = rows.max(-1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 he_normal = partial(nn.init.kaiming_normal_, nonlinearity="relu")  # Normal(0, sqrt(2 / fan-in))
 
 
-def started(
+def start_kernels(
     model: nn.Sequential,
     kernel: Callable[[Tensor], Any] = he_normal,
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d),
@@ -43,7 +43,7 @@ def mlp(inputs: int = 784, hidden: Sequence[int] = (400, 400), classes: int = 10
     layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten(), dense1=nn.Linear(sizes[0], sizes[1]))
     for i in range(1, len(sizes) - 1):
         layers |= {f"relu{i}": nn.ReLU(), f"dense{i + 1}": nn.Linear(sizes[i], sizes[i + 1])}
-    return started(nn.Sequential(layers))
+    return start_kernels(nn.Sequential(layers))
 
 
 def lenet(classes: int = 100, channels: int = 3, size: int = 32, kernel: int = 5) -> nn.Sequential:
@@ -76,7 +76,7 @@ def lenet(classes: int = 100, channels: int = 3, size: int = 32, kernel: int = 5
         relu3=nn.ReLU(),
         dense2=nn.Linear(512, classes),
     )
-    return started(nn.Sequential(layers))
+    return start_kernels(nn.Sequential(layers))
 
 
 def small_cnn(classes: int = 10, channels: int = 1, width: int = 32) -> nn.Sequential:
@@ -97,7 +97,7 @@ def small_cnn(classes: int = 10, channels: int = 1, width: int = 32) -> nn.Seque
         layers[f"conv{i}"] = nn.Conv2d(sizes[i - 1], sizes[i], 3, stride=1 if i == 1 else 2, padding=1, bias=False)
         layers |= {f"norm{i}": nn.BatchNorm2d(sizes[i]), f"relu{i}": nn.ReLU()}
     layers |= {"pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "dense": nn.Linear(sizes[-1], classes)}
-    return started(nn.Sequential(layers))
+    return start_kernels(nn.Sequential(layers))
 
 
 def regression_net(inputs: int, outputs: int = 1, hidden: int = 50, norm: bool = True) -> nn.Sequential:

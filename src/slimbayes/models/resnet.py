@@ -12,11 +12,11 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.models.feedforward import started
+from slimbayes.models.feedforward import start_kernels
 
 # As torchvision and the PyramidNet authors start convolutions, and leave the dense layer as torch starts it.
 started_by_fan_out = partial(
-    started, kernel=partial(nn.init.kaiming_normal_, mode="fan_out", nonlinearity="relu"), kinds=(nn.Conv2d,)
+    start_kernels, kernel=partial(nn.init.kaiming_normal_, mode="fan_out", nonlinearity="relu"), kinds=(nn.Conv2d,)
 )
 
 
@@ -175,7 +175,7 @@ def wrn(depth: int = 28, width: int = 10, classes: int = 10) -> nn.Sequential:
         layers[f"group{i + 1}"] = stage(WideBlock, inputs, [outputs] * blocks, stride=1 if i == 0 else 2)
         inputs = outputs
     layers |= {"norm": nn.BatchNorm2d(inputs), "relu": nn.ReLU(), "pool": nn.AdaptiveAvgPool2d(1)}
-    return started(nn.Sequential(layers | {"flatten": nn.Flatten(), "dense": nn.Linear(inputs, classes)}))
+    return start_kernels(nn.Sequential(layers | {"flatten": nn.Flatten(), "dense": nn.Linear(inputs, classes)}))
 
 
 class PyramidBlock(nn.Module):
@@ -281,4 +281,4 @@ def small_resnet(classes: int = 10) -> nn.Sequential:
         layers[f"block{i}"] = ProjectingBlock(inputs, outputs, stride)
     layers |= {"norm": _keras_norm(512), "relu": nn.ReLU(), "pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
     kernel = partial(nn.init.normal_, mean=0.0, std=0.1)
-    return started(nn.Sequential(layers | {"dense": nn.Linear(512, classes)}), kernel)
+    return start_kernels(nn.Sequential(layers | {"dense": nn.Linear(512, classes)}), kernel)

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import wide
-from slimbayes.distributions.sums import exact
+from slimbayes.distributions.families import widen
+from slimbayes.distributions.sums import sum_dtype
 from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
@@ -45,10 +45,10 @@ class Triangle(nn.Module):
 
     def matrix(self) -> Tensor:
         """The triangle (n, n), in float32 at least."""
-        log_scale = wide(self.log_scale)
+        log_scale = widen(self.log_scale)
         unit = torch.eye(len(log_scale), dtype=log_scale.dtype, device=log_scale.device)
         if self.below is not None:
-            unit = unit.masked_scatter(torch.ones_like(unit, dtype=torch.bool).tril(-1), wide(self.below))
+            unit = unit.masked_scatter(torch.ones_like(unit, dtype=torch.bool).tril(-1), widen(self.below))
         return log_scale.exp().unsqueeze(1) * unit
 
 
@@ -98,12 +98,12 @@ class CorrelatedPosterior(WeightPosterior):
 
     def kl(self, linear: MapOf) -> Tensor:
         mapped = linear()
-        mean, free = self.site.to_matrix(wide(mapped.weight)), self._free(mapped)
+        mean, free = self.site.to_matrix(widen(mapped.weight)), self._free(mapped)
         prior = self._prior(mean)
         # Terms that nearly cancel beside the prior are summed in more digits.
         squares = free * (self.variances(free) + (mean - prior.loc).square()) * (0.5 / prior.scale**2)
         terms = squares - free * (0.5 - math.log(prior.scale) + self.log_diagonal())
-        return terms.sum(dtype=exact(terms)).to(mean.dtype)
+        return terms.sum(dtype=sum_dtype(terms)).to(mean.dtype)
 
     def _prior(self, mean: Tensor) -> Any:
         return self.prior.of_weights(mean, mean, self.site.matrix[0])
@@ -116,7 +116,7 @@ class CorrelatedPosterior(WeightPosterior):
         return (free * (self._prior(weights[0]).log_prob(weights) - log_q)).flatten(1).sum(1)
 
     def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
-        mean, free = self.site.to_matrix(wide(linear.weight.detach())), self._free(linear)
+        mean, free = self.site.to_matrix(widen(linear.weight.detach())), self._free(linear)
         prior, deviation = self._prior(mean), self.variances(free).detach().sqrt()
         return [(((mean - prior.loc) / prior.scale)[free > 0], deviation[free > 0] / prior.scale)]
 

@@ -23,7 +23,7 @@ from slimbayes.engine.passes import Noise
 from slimbayes.layers import kind_of
 from slimbayes.layers.methods import MARK, parts_of
 from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role
-from slimbayes.posteriors.configs.modules import Ensemble, Execution
+from slimbayes.posteriors.configs.whole_modules import Ensemble, Execution
 from slimbayes.posteriors.picks import resets
 
 

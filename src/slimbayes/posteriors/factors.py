@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import Cauchy, Distribution, Normal, Point, rho_from_scale, scale_from_rho, wide
+from slimbayes.distributions.families import Cauchy, Distribution, Normal, Point, rho_from_scale, scale_from_rho, widen
 from slimbayes.distributions.joining import by_hand, side_by_side
-from slimbayes.engine.blocks import Spread, realised, spread_of
+from slimbayes.engine.blocks import Spread, keep_in_memory, spread_of
 from slimbayes.engine.fused import Seeded
 from slimbayes.engine.passes import Pass
 from slimbayes.posteriors.configs.rank1 import FAMILY
@@ -121,7 +121,7 @@ def _whole(factors: Sequence[Factor], current: Pass | None) -> tuple[Tensor, Ten
         locs, rhos = ([part.flatten(1).unsqueeze(1) for part in parts] for parts in (locs, rhos))
     held = None if current is None else current.joined
     loc, rho = side_by_side(locs, 2, held), side_by_side(rhos, 2, held) if rhos else None
-    return wide(loc), None if rho is None else scale_from_rho(rho)
+    return widen(loc), None if rho is None else scale_from_rho(rho)
 
 
 def joint(factors: Sequence[Factor], pick: Callable[[Tensor], Tensor] = lambda parameter: parameter) -> Any:
@@ -132,7 +132,7 @@ def joint(factors: Sequence[Factor], pick: Callable[[Tensor], Tensor] = lambda p
     return factors[0].family(pick(loc.squeeze(1)), pick(scale.squeeze(1)))
 
 
-def grouped(items: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
+def group_by(items: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
     """Items with equal keys together, in order of first appearance."""
     groups: dict[Any, list[Any]] = {}
     for item in items:
@@ -147,7 +147,7 @@ class Alike:
         self.lead = posteriors[0]
         self.keys = tuple([p.key for p in posteriors])
         self.factors: list[tuple[Factor, Factor]] = [(p.r, p.s) for p in posteriors]
-        self.families: list[list[Factor]] = grouped([f for pair in self.factors for f in pair], lambda f: f.family)
+        self.families: list[list[Factor]] = group_by([f for pair in self.factors for f in pair], lambda f: f.family)
         self.random = [family for family in self.families if family[0].family is not Point]
         # Whether channels come second in most layers, or last; of layers with several matrices neither counts.
         alone = [p.layer for p in posteriors if p.layer is not None and len(p.layer.posterior) == 1]
@@ -193,7 +193,7 @@ class Alike:
             q = factors[0].family(loc, scale)
             # By broadcasting, whose gradient is a sum; that of a lookup is a scatter.
             values = q.rsample(lines.view(spread.shape + lines.shape[1:])).view(lines.shape)
-        values = realised(_clipped(values, self.lead.clip))
+        values = keep_in_memory(_clipped(values, self.lead.clip))
         parts = values.split_with_sizes([f.channels * f.rank for f in factors], 1)
         if every is not None:
             every.wholes.append((values, self.widths[factors[0].family], parts))
@@ -242,7 +242,7 @@ class Alike:
         if any([bias is not None for bias in own]):
             pairs = zip(own, offsets, strict=True)
             lines = lines + torch.cat([o.new_zeros(o.shape[1]) if b is None else b for b, o in pairs])
-        lines, keys = realised(spread.laid(lines.unsqueeze(1))), [key for key, _ in self.offsets]
+        lines, keys = keep_in_memory(spread.laid(lines.unsqueeze(1))), [key for key, _ in self.offsets]
         widths = dict(zip(keys, [offset.shape[1] for offset in offsets], strict=True))
         parts = lines.split_with_sizes(list(widths.values()), 1)
         if every is not None:

@@ -31,10 +31,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import Normal, wide
+from slimbayes.distributions.families import Normal, widen
 from slimbayes.distributions.priors import TiedMean, gaussian_log_ratio, prior_of_biases
 from slimbayes.distributions.scales import rademacher
-from slimbayes.distributions.sums import shifted
+from slimbayes.distributions.sums import mean_plus_noise
 from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
@@ -68,7 +68,7 @@ class Perturbation(NamedTuple):
         if linear.mask is not None or linear.weight.dtype != self.scale.dtype:
             return linear.weight + linear.masked(self.weight).to(linear.weight.dtype)
         if self.noise.shape[0] == 1:
-            return shifted(linear.weight, self.scale, self.noise.squeeze(0)).unsqueeze(0)
+            return mean_plus_noise(linear.weight, self.scale, self.noise.squeeze(0)).unsqueeze(0)
         return torch.addcmul(linear.weight, self.scale, self.noise)
 
 
@@ -110,7 +110,7 @@ class GaussianPosterior(WeightPosterior):
         return self.log_scale().exp()
 
     def _capped(self, log_scale: Tensor) -> Tensor:
-        return wide(log_scale) if self.log_cap is None else _Cap.apply(wide(log_scale), self.log_cap)
+        return widen(log_scale) if self.log_cap is None else _Cap.apply(widen(log_scale), self.log_cap)
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
         weights = math.prod(self.site.shape) + (0 if self.bias_log_scale is None else self.site.n_out)
@@ -160,7 +160,7 @@ class GaussianPosterior(WeightPosterior):
             y = linear.rows(operator.add, y, drawn.bias, self.current)
 
         def onto(z: Tensor, sign: Tensor) -> Tensor:  # z may come cut into blocks of rows, y be one row for all
-            return shifted(y.reshape(z.shape) if y.numel() == z.numel() else y.expand(z.shape), z, sign)
+            return mean_plus_noise(y.reshape(z.shape) if y.numel() == z.numel() else y.expand(z.shape), z, sign)
 
         z = linear.modulated(operator.mul, x, drawn.sign_in, None, self.current, weights=deviation)
         return linear.rows(onto, z, drawn.sign_out, self.current)
@@ -187,7 +187,7 @@ class GaussianPosterior(WeightPosterior):
         noise = self.drawn_late(lambda shape: standard_normal(shape, mean.device, mean.dtype), mean.shape, dim)
         # Clamped: the root of an exact zero (a row of zeros) has no gradient. A normal float16 would be too large.
         root = variance.clamp_min(min(torch.finfo(variance.dtype).tiny * 1e4, 1e-7)).sqrt()
-        return shifted(mean, root, noise)
+        return mean_plus_noise(mean, root, noise)
 
     @property
     def by_row(self) -> bool:
@@ -211,7 +211,7 @@ class GaussianPosterior(WeightPosterior):
 
     def kl(self, linear: MapOf) -> Tensor:
         mapped = linear()
-        weight = wide(mapped.weight)
+        weight = widen(mapped.weight)
         if mapped.mask is None:
             total = self.kl_of_weights(weight)
         else:  # what stays as it is has no distribution
@@ -224,7 +224,7 @@ class GaussianPosterior(WeightPosterior):
         if self.bias_log_scale is None or linear.bias is None:
             return []
         scale, prior = self._capped(self.bias_log_scale), prior_of_biases(self.prior)
-        return [prior.gaussian_kl(wide(linear.bias), scale, self.site.fan_in)]
+        return [prior.gaussian_kl(widen(linear.bias), scale, self.site.fan_in)]
 
     def kl_of_weights(self, mean: Tensor) -> Tensor:
         """KL of all weights, none of which must stay as it is, to the prior: a scalar."""
@@ -241,7 +241,7 @@ class GaussianPosterior(WeightPosterior):
         return total
 
     def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
-        mean, log_scale = linear.free(wide(linear.weight.detach()), self.log_scale().detach())
+        mean, log_scale = linear.free(widen(linear.weight.detach()), self.log_scale().detach())
         prior = self.prior.of_weights(mean, log_scale, self.site.fan_in)
         return [((mean - prior.loc) / prior.scale, log_scale.exp() / prior.scale)] if isinstance(prior, Normal) else []
 

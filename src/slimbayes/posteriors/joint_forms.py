@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import wide
+from slimbayes.distributions.families import widen
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
@@ -84,7 +84,7 @@ class KroneckerWeights(JointWeights):
         self.log_scale.copy_(scale.log().view_as(self.log_scale))
 
     def _scale(self) -> Tensor:
-        return wide(self.log_scale).exp().view(len(self.left), len(self.right))
+        return widen(self.log_scale).exp().view(len(self.left), len(self.right))
 
     def _stored(self, matrix: Tensor) -> Tensor:
         """Numbers (..., n, m) in the order of `means`, (..., D)."""
@@ -99,12 +99,12 @@ class KroneckerWeights(JointWeights):
         return torch.cat([weight, numbers[:, size:].unsqueeze(2)], 2) if self.site.bias else weight
 
     def _deviation(self, lines: Tensor, pick: Pick) -> Tensor:
-        left, right = wide(self.left), wide(self.right)
+        left, right = widen(self.left), widen(self.right)
         drawn = lines.to(left.dtype).view(-1, len(left), len(right)) * self._scale()
         return self._stored(left @ drawn @ right.mT)
 
     def variances(self) -> Tensor:
-        left, right = wide(self.left).square(), wide(self.right).square()
+        left, right = widen(self.left).square(), widen(self.right).square()
         return self._stored(left @ self._scale().square() @ right.mT).unsqueeze(0)
 
     def root(self) -> Tensor:
@@ -112,7 +112,7 @@ class KroneckerWeights(JointWeights):
         return self._deviation(units, lambda parameter, n: parameter).mT.unsqueeze(0)
 
     def times_root(self, member: int) -> Callable[[Tensor], Tensor]:
-        left, right, scale = wide(self.left), wide(self.right), self._scale()
+        left, right, scale = widen(self.left), widen(self.right), self._scale()
         return lambda lines: (left.mT @ self._matrix(lines) @ right * scale).flatten(1)
 
     def _free(self, linear: LinearMap) -> Tensor | None:
@@ -186,12 +186,12 @@ class JointFactors(Joint, Rank1Posterior):
         return None
 
     def means(self, linear: LinearMap) -> Tensor:
-        r, s = wide(self.r.loc).squeeze(1), wide(self.s.loc).squeeze(1)
+        r, s = widen(self.r.loc).squeeze(1), widen(self.s.loc).squeeze(1)
         numbers = [r[:, : self.parts[0]], s[:, : self.parts[1]]]
         if self.parts[2]:
             assert linear.bias is not None
-            own = wide(linear.bias).expand(self.members, -1)
-            numbers.append(own if self.bias is None else own + nn.functional.pad(wide(self.bias), (0, 0, 1, 0)))
+            own = widen(linear.bias).expand(self.members, -1)
+            numbers.append(own if self.bias is None else own + nn.functional.pad(widen(self.bias), (0, 0, 1, 0)))
         return torch.cat(numbers, 1)
 
     @torch.no_grad()
@@ -222,7 +222,7 @@ class JointFactors(Joint, Rank1Posterior):
 
     def at(self, deviation: Tensor, pick: Pick) -> Drawn:
         count = len(deviation)
-        r, s = (pick(wide(factor.loc).squeeze(1), count) for factor in (self.r, self.s))
+        r, s = (pick(widen(factor.loc).squeeze(1), count) for factor in (self.r, self.s))
         change_r, change_s, change = deviation.split(self.parts, 1)
         bias = None if self.bias is None else pick(nn.functional.pad(self.bias, (0, 0, 1, 0)), count)
         if self.parts[2]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import Normal, wide
+from slimbayes.distributions.families import Normal, widen
 from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
@@ -83,14 +83,14 @@ class Joint(WeightPosterior):
 
     def _deviation(self, lines: Tensor, pick: Pick) -> Tensor:
         """L e of each draw's member, for e (n, D)."""
-        scale = wide(self.log_scale).exp()
+        scale = widen(self.log_scale).exp()
         if not self.correlated:
             return pick(scale, len(lines)) * lines
         lines = lines.to(scale.dtype)
         if self.directions is None:
             every = torch.einsum("nj,kij->nki", lines, self.root())  # of every member, (n, K, D)
         else:
-            v = wide(self.directions)
+            v = widen(self.directions)
             along = torch.einsum("nd,kdc->nkc", lines, v)
             every = scale * (lines.unsqueeze(1) - torch.einsum("nkc,kdc->nkd", along, v))
         if self.members == 1:
@@ -100,23 +100,23 @@ class Joint(WeightPosterior):
 
     def root(self) -> Tensor:
         """L (K, D, D), in float32 at least."""
-        scale = wide(self.log_scale).exp()
+        scale = widen(self.log_scale).exp()
         if self.directions is not None:
-            v = wide(self.directions)
+            v = widen(self.directions)
             return torch.diag_embed(scale) - scale.unsqueeze(2) * (v @ v.mT)
         if self.lower is None:
             return torch.diag_embed(scale)
         unit = torch.eye(self.size, dtype=scale.dtype, device=scale.device).repeat(len(scale), 1, 1)
         row, column = torch.tril_indices(self.size, self.size, -1, device=scale.device)
         index = (row * self.size + column).expand(len(scale), -1)
-        unit = unit.flatten(1).scatter(1, index, wide(self.lower)).unflatten(1, (self.size, self.size))
+        unit = unit.flatten(1).scatter(1, index, widen(self.lower)).unflatten(1, (self.size, self.size))
         return scale.unsqueeze(2) * unit
 
     def times_root(self, member: int) -> Callable[[Tensor], Tensor]:
         """A function that takes derivatives (B, D) to (B, D) L."""
-        scale = wide(self.log_scale[member]).exp()
+        scale = widen(self.log_scale[member]).exp()
         if self.directions is not None:
-            v = wide(self.directions[member])
+            v = widen(self.directions[member])
             return lambda lines: (lines * scale) - (lines * scale) @ v @ v.mT
         if self.lower is None:
             return lambda lines: lines * scale
@@ -129,14 +129,14 @@ class Joint(WeightPosterior):
 
     def variances(self) -> Tensor:
         """Variances of the single numbers, (K, D)."""
-        return self.root().square().sum(2) if self.correlated else (2 * wide(self.log_scale)).exp()
+        return self.root().square().sum(2) if self.correlated else (2 * widen(self.log_scale)).exp()
 
     def log_dets(self) -> Tensor:
         """log |det L| of each member (K,)."""
-        found = wide(self.log_scale).sum(1)
+        found = widen(self.log_scale).sum(1)
         if self.directions is None:
             return found
-        v = wide(self.directions)
+        v = widen(self.directions)
         inner = torch.eye(v.shape[2], dtype=v.dtype, device=v.device) - v.mT @ v
         return found + torch.linalg.slogdet(inner).logabsdet
 
@@ -179,12 +179,12 @@ class Joint(WeightPosterior):
         mean, variance, free = self.means(mapped), self.variances(), self._free(mapped)
         log_det = self.log_dets().sum()
         if free is not None:
-            mean, variance, log_det = mean[:, free], variance[:, free], wide(self.log_scale)[:, free].sum()
+            mean, variance, log_det = mean[:, free], variance[:, free], widen(self.log_scale)[:, free].sum()
             if self.lower is not None:  # of these numbers by themselves
                 part = self.root()[:, free]
                 log_det = torch.linalg.cholesky(part @ part.mT).diagonal(dim1=1, dim2=2).log().sum()
         loc = self.locs() if free is None else prior.loc
-        far = (wide(mean) - loc).square() + variance
+        far = (widen(mean) - loc).square() + variance
         return (0.5 * (far / prior.scale**2 - 1) + math.log(prior.scale)).sum() - log_det
 
     def _free(self, linear: LinearMap) -> Tensor | None:
@@ -202,7 +202,7 @@ class Joint(WeightPosterior):
         return log_p - log_q + 0.5 * math.log(2 * math.pi) * self.size
 
     def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
-        far = (wide(self.means(linear).detach()) - self.locs()) / self.prior.scale
+        far = (widen(self.means(linear).detach()) - self.locs()) / self.prior.scale
         return [(far, self.variances().detach().sqrt() / self.prior.scale)]
 
 
@@ -218,7 +218,7 @@ class JointWeights(Joint):
 
     def means(self, linear: LinearMap) -> Tensor:
         own = [linear.weight, linear.bias] if self.site.bias and linear.bias is not None else [linear.weight]
-        return torch.cat([wide(part).flatten() for part in own]).unsqueeze(0)
+        return torch.cat([widen(part).flatten() for part in own]).unsqueeze(0)
 
     def at(self, deviation: Tensor, pick: Pick) -> tuple[Tensor, Tensor]:
         """Deviations of the weights (n, *shape), and of the biases, (n, 0) where the layer has none."""

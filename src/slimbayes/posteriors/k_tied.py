@@ -25,9 +25,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import wide
+from slimbayes.distributions.families import widen
 from slimbayes.distributions.priors import Sums
-from slimbayes.distributions.sums import exact, floor, outer, sum_log_outer
+from slimbayes.distributions.sums import negligible, outer, sum_dtype, sum_log_outer
 from slimbayes.engine.fused import product_type
 from slimbayes.engine.rows import LinearMap
 from slimbayes.kernels import LARGE, ready
@@ -58,7 +58,7 @@ class KTiedPosterior(GaussianPosterior):
 
     def raw_log_scale(self) -> Tensor:
         # logsumexp over k with one shift for the whole matrix: k multiplications and one logarithm for each weight
-        log_u, log_v = wide(self.log_u), wide(self.log_v)
+        log_u, log_v = widen(self.log_u), widen(self.log_v)
         shift_u, shift_v = log_u.detach().amax(), log_v.detach().amax()
         product = self._product((log_u - shift_u).exp(), (log_v - shift_v).exp())
         return product.clamp_min(torch.finfo(product.dtype).tiny).log() + (shift_u + shift_v)
@@ -66,7 +66,7 @@ class KTiedPosterior(GaussianPosterior):
     def scale(self) -> Tensor:
         if self.log_cap is not None:
             return super().scale()
-        return self._product(wide(self.log_u).exp(), wide(self.log_v).exp())
+        return self._product(widen(self.log_u).exp(), widen(self.log_v).exp())
 
     def _product(self, u: Tensor, v: Tensor) -> Tensor:
         """U V^T in the shape and memory order of the stored weight."""
@@ -91,7 +91,7 @@ class KTiedPosterior(GaussianPosterior):
         terms = [posteriors[i].kl(linears[i]) for i in alike.pop(None, [])]
         for same in alike.values():
             some = [posteriors[i] for i in same]
-            means, lead = [wide(maps[i].weight) for i in same], some[0]
+            means, lead = [widen(maps[i].weight) for i in same], some[0]
             terms.append(lead.prior.kl_of_sums(means, cls.sums_of(some), lead.site.fan_in))
             terms += [term for i in same for term in posteriors[i].kl_of_bias(maps[i])]
         return terms
@@ -104,7 +104,7 @@ class KTiedPosterior(GaussianPosterior):
         lines: list[Tensor] = [factor for p in posteriors for factor in (p.log_u, p.log_v)]
         rank = posteriors[0].rank
         joined, sizes = torch.cat(lines), [len(factor) for factor in lines]
-        logs = joined.to(exact(joined))
+        logs = joined.to(sum_dtype(joined))
         # Each row less its maximum, so that products neither overflow nor vanish; less log k, so that they are near 1.
         shift = logs.detach().amax(1, keepdim=True) + 0.5 * math.log(rank) if rank > 1 else logs
         factors = logs.exp()
@@ -115,7 +115,7 @@ class KTiedPosterior(GaussianPosterior):
         u, v = totals[0::2], totals[1::2]
         log_scale = (u[:, -2] * v[:, -1] + u[:, -1] * v[:, -2]).sum()
         if rank > 1:
-            near = (logs - shift).exp().clamp_min(floor(wide(joined))).to(wide(joined).dtype).split(sizes)
+            near = (logs - shift).exp().clamp_min(negligible(widen(joined))).to(widen(joined).dtype).split(sizes)
             pairs = zip(near[1::2], near[0::2], strict=True)
             log_scale = log_scale + torch.stack([sum_log_outer(b, a) for b, a in pairs]).sum()
         size = sum(m * n for m, n in (p.site.matrix for p in posteriors))
@@ -138,7 +138,7 @@ class KTiedPosterior(GaussianPosterior):
 
         if not self.independent_positions:
             self._check_met_once(x)
-        c = None if self.bias_log_scale is None else (2 * wide(self.bias_log_scale)).exp()
+        c = None if self.bias_log_scale is None else (2 * widen(self.bias_log_scale)).exp()
         rows = x.view(-1, x.shape[-1])
         seed, first = self.seed_late(len(rows))
         y = tied_local(rows, weight, linear.out_dim, linear.bias, *self.variance_factors(), c, seed, first, dtype)
@@ -156,7 +156,7 @@ class KTiedPosterior(GaussianPosterior):
 
     def variance_factors(self) -> tuple[Tensor, Tensor]:
         """P (m, q) and Q (n, q) with sigma o sigma = P Q^T."""
-        u, v = wide(self.log_u).exp().unbind(1), wide(self.log_v).exp().unbind(1)
+        u, v = widen(self.log_u).exp().unbind(1), widen(self.log_v).exp().unbind(1)
         pairs = [(a, b) for a in range(self.rank) for b in range(a, self.rank)]
         p, q = [u[a] * u[b] for a, b in pairs], [(v[a] * v[b]) * (1 + (a < b)) for a, b in pairs]
         return torch.stack(p, 1), torch.stack(q, 1)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from slimbayes.engine.blocks import block_of_row, same
+from slimbayes.engine.blocks import block_of_row, sizes_equal
 from slimbayes.engine.noise import kept_units, uniform
 from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import LinearMap, spread
@@ -25,7 +25,7 @@ from slimbayes.layers import LAYERS, class_for
 from slimbayes.layers.dropout import DropMap, functional_dropout
 from slimbayes.layers.site import Site, Unit
 from slimbayes.posteriors.base import MapOf, Pick, Posterior
-from slimbayes.posteriors.configs.modules import MCDropout
+from slimbayes.posteriors.configs.whole_modules import MCDropout
 
 _SELU_LIMIT = -1.7580993408473766  # minus the product of SELU's two constants
 
@@ -103,9 +103,9 @@ class DropoutPosterior(Posterior):
         if keys is None:
             return self.drawn_late(lambda sizes: uniform(sizes, x.device), shape, dim) >= rate
         # One function for all rows and calls: a mask for each draw. A row may have become several, say windows.
-        each = 1 if dim is None or same(x.shape[dim], current.rows) else x.shape[dim] // current.rows
+        each = 1 if dim is None or sizes_equal(x.shape[dim], current.rows) else x.shape[dim] // current.rows
         mask = kept_units(keys, self.place_in_forward(), [each if d == dim else n for d, n in enumerate(shape)], rate)
-        if len(keys) == 1 and (dim is None or same(each, 1)):
+        if len(keys) == 1 and (dim is None or sizes_equal(each, 1)):
             return mask[0]
         assert dim is not None  # several draws share a forward only where rows are known
         seen = torch.arange(x.shape[dim], device=x.device)

@@ -28,10 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimbayes.engine.rows import LinearMap, sizes_of_blocks, spread
-from slimbayes.layers.base import LAYERS, registered
+from slimbayes.layers.base import LAYERS, registered_class
 from slimbayes.layers.norm import BayesNorm
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.configs.modules import MemberNorm
+from slimbayes.posteriors.configs.whole_modules import MemberNorm
 from slimbayes.posteriors.ensemble import Members
 
 _ROW = "its statistics are those of one row: members have their own already"
@@ -59,7 +59,7 @@ def why_not(layer: nn.Module) -> str:
 
 def _statistics(layer: nn.Module) -> str:
     """What a norm's statistics are taken over; nothing for other layers."""
-    known = registered(layer)
+    known = registered_class(layer)
     return known.statistics if known is not None and issubclass(known, BayesNorm) else ""
 
 

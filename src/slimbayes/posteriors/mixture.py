@@ -29,8 +29,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import wide
-from slimbayes.distributions.kl import collapsed
+from slimbayes.distributions.families import widen
+from slimbayes.distributions.kl import marginal_cost
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
@@ -124,7 +124,7 @@ class MixturePosterior(WeightPosterior):
 
     def probabilities(self) -> Tensor:
         """Probabilities of the components, (K,), in float32 at least."""
-        return self.probs if self.logits is None else torch.softmax(wide(self.logits), 0)
+        return self.probs if self.logits is None else torch.softmax(widen(self.logits), 0)
 
     @torch.no_grad()
     def set_probabilities(self, probs: Tensor) -> None:
@@ -174,9 +174,9 @@ class MixturePosterior(WeightPosterior):
 
     def _components(self, linear: LinearMap) -> tuple[Tensor, Tensor | None]:
         """Components of the weight, and of the bias where they are mixed: (K, ...)."""
-        weights, biases = picks.stacked(linear.weight, self.weight, linear.mask, self._kept()), None
+        weights, biases = picks.stack_components(linear.weight, self.weight, linear.mask, self._kept()), None
         if self.bias is not None and linear.bias is not None:
-            biases = picks.stacked(linear.bias, self.bias, None, None)
+            biases = picks.stack_components(linear.bias, self.bias, None, None)
         return weights, biases
 
     def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
@@ -272,4 +272,4 @@ class MixturePosterior(WeightPosterior):
     def _penalty(self, square: Tensor, count: int, mean: float) -> Tensor:
         """What an expected sum of squares costs under a precision that is fixed, or inferred."""
         shape = self.config.precision_shape
-        return mean / 2 * square if shape is None else collapsed(square, count, shape, mean)
+        return mean / 2 * square if shape is None else marginal_cost(square, count, shape, mean)

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import wide
+from slimbayes.distributions.families import widen
 from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import LinearMap
@@ -40,7 +40,7 @@ from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
 from slimbayes.posteriors.configs.mixture import FlowPatch, words
 
 
-def patched(config: Any, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
+def layers_to_patch(config: Any, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
     """Names of the layers that a config's `patch` means: by default norms, or all that are offered by name (None)."""
     patch = config.patch or (None if named else "norm")
     asker = f"{type(config).__name__}(patch={patch!r})"
@@ -136,8 +136,8 @@ class FlowPosterior(WeightPosterior):
 
     def deviations(self, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Deviations from the mean (n, D), and log det of each (n,), from standard normals (n, D)."""
-        d, log_det = wide(self.log_scale).exp() * noise, noise.new_zeros(len(noise))
-        for u, w, c in zip(wide(self.u), wide(self.w), wide(self.c), strict=True):
+        d, log_det = widen(self.log_scale).exp() * noise, noise.new_zeros(len(noise))
+        for u, w, c in zip(widen(self.u), widen(self.w), widen(self.c), strict=True):
             product = w @ u
             u = u + (F.softplus(product) - 1 - product) * w / w.square().sum()
             bent = torch.tanh(d @ w + c)
@@ -150,7 +150,7 @@ class FlowPosterior(WeightPosterior):
 
     def _mean(self, linear: LinearMap) -> Tensor:
         own = [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
-        return torch.cat([wide(t).flatten() for t in own])
+        return torch.cat([widen(t).flatten() for t in own])
 
     def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """Scales and biases of this pass's draws, (n, *shape)."""
@@ -171,14 +171,14 @@ class FlowPosterior(WeightPosterior):
     def kl(self, linear: MapOf) -> Tensor:
         size = len(self.log_scale)
         d, log_det = self.deviations(standard_normal((self.samples, size), self.device, self.dtype))
-        entropy = 0.5 * size * math.log(2 * math.pi * math.e) + wide(self.log_scale).sum()
+        entropy = 0.5 * size * math.log(2 * math.pi * math.e) + widen(self.log_scale).sum()
         return -entropy - (log_det + self._log_prior(self._mean(linear()) + d)).mean()
 
     def log_ratio(self, linear: LinearMap) -> Tensor:
         noise = self.lines
         d, log_det = self.deviations(noise)
         log_q = -0.5 * (noise.square().sum(1) + noise.shape[1] * math.log(2 * math.pi))
-        log_q = log_q - wide(self.log_scale).sum() - log_det
+        log_q = log_q - widen(self.log_scale).sum() - log_det
         return self._log_prior(self._mean(linear) + d).double() - log_q.double()
 
     def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import wide
+from slimbayes.distributions.families import widen
 from slimbayes.distributions.joining import side_by_side
-from slimbayes.engine.blocks import exporting, realised
-from slimbayes.engine.modules import places_of, planned
+from slimbayes.engine.blocks import is_exporting, keep_in_memory
+from slimbayes.engine.modules import places_of, plan_once
 from slimbayes.engine.passes import Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
@@ -90,7 +90,7 @@ def select(components: Tensor, picked: Tensor) -> Tensor:
     return components.expand(picked.shape[0], *components.shape).gather(1, picked.unsqueeze(1)).squeeze(1)
 
 
-def stacked(own: Tensor, others: Tensor | None, mask: Tensor | None, kept: Tensor | None) -> Tensor:
+def stack_components(own: Tensor, others: Tensor | None, mask: Tensor | None, kept: Tensor | None) -> Tensor:
     """All components (K, ...) of a weight or bias: the layer's own first, and last zero where `kept` is given."""
     parts = [own.unsqueeze(0)] if others is None else [own.unsqueeze(0), others.to(own.dtype)]
     if mask is not None and others is not None:
@@ -109,7 +109,7 @@ def owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
 
     Sent to a GPU once: a recorded CUDA graph may not wait for the host.
     """
-    if exporting():  # ONNX has no repeat_interleave of a known size
+    if is_exporting():  # ONNX has no repeat_interleave of a known size
         return torch.tensor([owner for owner, count in enumerate(counts) for _ in range(count)], device=device)
     if torch.compiler.is_compiling():
         repeats = torch.tensor(counts, device=device)
@@ -136,7 +136,7 @@ def by_edges(lines: Tensor, probs: Tensor) -> Tensor:
 def straight_through(lines: Tensor, logits: Tensor) -> Tensor:
     """One-hot picks (n, K, picks) that carry the gradient of a softmax (Gumbel), from standard normals (n, K picks)."""
     numbers = uniform(lines.unflatten(1, (logits.shape[0], -1)))
-    scores = torch.log_softmax(wide(logits), 0).unsqueeze(-1) - (-numbers.log()).log()
+    scores = torch.log_softmax(widen(logits), 0).unsqueeze(-1) - (-numbers.log()).log()
     soft = torch.softmax(scores, 1)
     hard = torch.zeros_like(soft).scatter_(1, scores.argmax(1, keepdim=True), 1.0)
     return hard + (soft - soft.detach())  # exactly one-hot
@@ -200,7 +200,7 @@ def _alike(posteriors: Sequence[Any], current: Pass) -> list[tuple[str, bool, li
                 alike.setdefault((p.config.assignment, rows, p.components, place), []).append(p)
         return [(assignment, rows, same) for (assignment, rows, *_), same in alike.items()]
 
-    return planned(posteriors, ("picks", by_row, places), make)
+    return plan_once(posteriors, ("picks", by_row, places), make)
 
 
 def _pick_together(same: Sequence[Any], lines: list[Tensor]) -> Tensor:
@@ -229,7 +229,7 @@ def _mix_together(norms: Sequence[Norm], current: Pass) -> None:
         index = torch.stack(picked, 1).index_select(1, owners(tuple(counts), picked[0].device))
     else:
         index = torch.cat(picked, 1)
-    mixed = realised(components.gather(0, index))
+    mixed = keep_in_memory(components.gather(0, index))
     one = index.shape[0] == 1  # what serves all rows needs no axis of draws
     parts = iter((mixed.squeeze(0) if one else mixed).split([t.shape[0] for t in own], -1))
     for p, own_weight, bias, _, biases, z in norms:
@@ -263,8 +263,8 @@ def expected_squares(same: Sequence[tuple[Any, LinearMap]]) -> Tensor:
 
 def _expected_squares(alike: Sequence[tuple[Tensor, Tensor | None, Tensor]]) -> Tensor:
     """sum_k p_k |M_k|^2 over tensors M_1, further components and probabilities."""
-    own = [_flat(wide(first), 0) for first, _, _ in alike]
-    others = [_flat(wide(rest), 1) for _, rest, _ in alike if rest is not None]
+    own = [_flat(widen(first), 0) for first, _, _ in alike]
+    others = [_flat(widen(rest), 1) for _, rest, _ in alike if rest is not None]
     rows = [torch.cat(own).unsqueeze(0)] + ([torch.cat(others, 1)] if others else [])
     index = owners(tuple([tensor.numel() for tensor in own]), rows[0].device)
     spread = torch.stack([probs for _, _, probs in alike], 1).index_select(1, index)  # (K, elements)
@@ -279,5 +279,5 @@ def expected_square(p: Tensor, own: Tensor, others: Tensor | None) -> Tensor:
 
 def squares(tensor: Tensor, first: int) -> Tensor:
     """Sum of squares over the dimensions from `first` on, whole on every process."""
-    total = wide(tensor).square().sum(list(range(first, tensor.dim())))
+    total = widen(tensor).square().sum(list(range(first, tensor.dim())))
     return total.full_tensor() if hasattr(total, "full_tensor") else total

@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import Normal, wide
+from slimbayes.distributions.families import Normal, widen
 from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
@@ -55,16 +55,16 @@ class RadialPosterior(WeightPosterior):
 
     def scale(self) -> Tensor:
         """sigma in the shape of the stored weight; a weight's standard deviation is sigma / sqrt(D)."""
-        return wide(self.weight_log_scale).exp()
+        return widen(self.weight_log_scale).exp()
 
     def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
         deviation = self.scale().detach() / math.sqrt(math.prod(self.site.shape))
-        offset = (wide(linear.weight.detach()) - self.prior.loc) / self.prior.scale
+        offset = (widen(linear.weight.detach()) - self.prior.loc) / self.prior.scale
         return [(offset, deviation / self.prior.scale)]
 
     def kl(self, linear: MapOf) -> Tensor:
         mapped = linear()
-        mean, log_scale = mapped.free(wide(mapped.weight), wide(self.weight_log_scale))
+        mean, log_scale = mapped.free(widen(mapped.weight), widen(self.weight_log_scale))
         s, size = self.prior.scale, mean.numel()
         squares = (mean - self.prior.loc).square().sum() + (2 * log_scale).exp().sum() / size
         cross_entropy = size * math.log(s * math.sqrt(2 * math.pi)) + squares / (2 * s**2)

@@ -28,14 +28,14 @@ from slimbayes.distributions.families import Point
 from slimbayes.distributions.joining import joined
 from slimbayes.distributions.kl import information, summed_kl
 from slimbayes.engine.fused import seeded
-from slimbayes.engine.modules import places_of, planned
+from slimbayes.engine.modules import places_of, plan_once
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.kernels import LARGE
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
 from slimbayes.posteriors.configs.rank1 import Rank1
-from slimbayes.posteriors.factors import Alike, Drawn, Factor, factor_of, grouped, joint
+from slimbayes.posteriors.factors import Alike, Drawn, Factor, factor_of, group_by, joint
 
 
 class Rank1Posterior(WeightPosterior):
@@ -128,9 +128,9 @@ class Rank1Posterior(WeightPosterior):
 
         def alike() -> list[Alike]:
             kind = dict(zip([p.key for p in posteriors], zip(kinds, places, strict=True), strict=True))
-            return [Alike(same) for same in grouped(posteriors, lambda p: (p.members, kind[p.key]))]
+            return [Alike(same) for same in group_by(posteriors, lambda p: (p.members, kind[p.key]))]
 
-        for same in planned(posteriors, ("alike", kinds, places), alike):
+        for same in plan_once(posteriors, ("alike", kinds, places), alike):
             same.draw(current)
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
@@ -150,11 +150,11 @@ class Rank1Posterior(WeightPosterior):
 
         def alike() -> list[list[Any]]:
             every = [(p.mixture_kl, f) for p in posteriors for f in (p.r, p.s) if f.family is not Point]
-            return grouped(every, lambda pair: (pair[0], *_alike(pair[1])))
+            return group_by(every, lambda pair: (pair[0], *_alike(pair[1])))
 
         terms: list[Tensor] = []
         mixed: list[Any] = []
-        for same in planned(posteriors, ("kl", kinds, places_of(posteriors)), alike):
+        for same in plan_once(posteriors, ("kl", kinds, places_of(posteriors)), alike):
             (how, lead), factors = same[0], [f for _, f in same]
             locs, rhos = ([f._parameters[name] for f in factors] for name in ("loc", "rho"))
             total = summed_kl(lead.family, lead.prior, locs, rhos, joined(locs), joined(rhos))

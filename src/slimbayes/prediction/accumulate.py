@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.train.likelihoods import entropy, likelihood_named
-from slimbayes.train.targets import check_positive, readable
+from slimbayes.train.targets import can_read_values, check_positive
 
 
 class Accumulator:
@@ -32,7 +32,7 @@ class Accumulator:
         weights: Tensor | Sequence[float] | None = None,
     ) -> None:
         self.of = likelihood_named(likelihood)
-        if not isinstance(scale, Tensor) or readable(scale):
+        if not isinstance(scale, Tensor) or can_read_values(scale):
             check_positive("scale", torch.as_tensor(scale), zero=True)
         self.likelihood, self.members, self.scale, self.keep = likelihood, members, scale, keep
         self.class_dim = class_dim

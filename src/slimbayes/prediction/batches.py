@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from slimbayes.engine import calls
-from slimbayes.engine.layout import arrays_of, map_arrays, opaque, padded
+from slimbayes.engine.layout import arrays_of, is_opaque, map_arrays, padded
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.prediction.checks import check_inputs
 from slimbayes.prediction.draws import MOST_ROWS
@@ -34,7 +34,7 @@ def batches_of(
     done = 0
     for batch in _whole_batches(model, x, inputs):
         arrays = arrays_of(batch)
-        if not arrays and not any(map(opaque, batch[0])):
+        if not arrays and not any(map(is_opaque, batch[0])):
             what = type(batch[0][0]).__name__ if batch[0] else "nothing"
             raise ValueError(f"predict found no tensor in {what}: give it tensors, arrays or batches.")
         rows = rows_of(model, arrays)

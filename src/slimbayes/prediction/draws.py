@@ -19,7 +19,7 @@ from slimbayes.engine.calls import Fold, stack_draws
 from slimbayes.engine.layout import arrays_of, padded, tree_map
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import Noise, Pass
-from slimbayes.engine.tree import fresh
+from slimbayes.engine.tree import copy_containers
 from slimbayes.posteriors.base import Support
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.prediction.sample import device_of, free_seed, members, posteriors_in, sampled
@@ -53,7 +53,7 @@ class Draws:
         """Outputs (S', N, ...) of the draws of each member from `start` on, so many at a time as fit."""
         if not self.posteriors:
             for j in range(start, start + draws):
-                more, options = fresh((args, kwargs))
+                more, options = copy_containers((args, kwargs))
                 with noise.own_noise(self._own(j), device_of(self.model)):
                     yield calls.stack_draws([self.model(*more, **options)])
             return

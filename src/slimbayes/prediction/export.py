@@ -199,7 +199,7 @@ def _write(graph: Graph, inputs: tuple[Tensor, ...], made: Exported, notes: Mapp
     """The file, whole or not there, with a word on what it holds."""
     about = json.dumps({**notes, "format": 1, **made._asdict(), "path": made.path.name})
     shapes = tuple({0: torch.export.Dim.DYNAMIC} if size[0] is None else None for size in made.inputs.values())
-    with _told(made.path.name):
+    with _explain_failure(made.path.name):
         program = torch.export.export(graph, inputs, dynamic_shapes=(shapes,), strict=False)
     with replacing(made.path) as draft:
         if made.path.suffix == ".pt2":
@@ -208,7 +208,7 @@ def _write(graph: Graph, inputs: tuple[Tensor, ...], made: Exported, notes: Mapp
             return
         if find_spec("onnxscript") is None:
             raise ImportError('A .onnx file needs onnx and onnxscript: pip install "slimbayes[export]"')
-        with _told(made.path.name, " A .pt2 file can hold it."):
+        with _explain_failure(made.path.name, " A .pt2 file can hold it."):
             names = {"input_names": list(made.inputs), "output_names": list(made.outputs)}
             onnx = torch.onnx.export(program, **names, verbose=False)
         assert onnx is not None
@@ -222,7 +222,7 @@ def _write(graph: Graph, inputs: tuple[Tensor, ...], made: Exported, notes: Mapp
 
 
 @contextmanager
-def _told(file: str, remedy: str = "") -> Iterator[None]:
+def _explain_failure(file: str, remedy: str = "") -> Iterator[None]:
     """What torch cannot put into a graph, in words. Its own report, of pages, is the cause of the error; it is not
     printed."""
     log = logging.getLogger("torch")

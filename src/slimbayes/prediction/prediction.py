@@ -18,10 +18,10 @@ import torch  # noqa: F401  the examples use it
 from torch import Tensor
 
 from slimbayes.errors import SlimbayesWarning
-from slimbayes.prediction import accumulate, figures
+from slimbayes.prediction import accumulate, panels
 from slimbayes.prediction.views import Views
 from slimbayes.train.likelihoods import LikelihoodName
-from slimbayes.train.targets import check_labels, check_real, floating, readable
+from slimbayes.train.targets import can_read_values, check_labels, check_real, is_floating
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -257,7 +257,7 @@ class Prediction(Views):
 
         Shape: target as in `log_prob`; x (N,). Returns a matplotlib Figure.
         """
-        return figures.uncertainties(self, target) if self._classes else figures.bands(self, x, target)
+        return panels.uncertainties(self, target) if self._classes else panels.bands(self, x, target)
 
     def _need(self, *kinds: str) -> None:
         if self.likelihood not in kinds:
@@ -275,7 +275,7 @@ class Prediction(Views):
         return (values[..., 1] if self.likelihood == "bernoulli" else values).exp()
 
     def _check_target(self, target: Tensor) -> None:
-        if floating(target) and not self._classes and readable(target):
+        if is_floating(target) and not self._classes and can_read_values(target):
             check_real(target)
         needed = self.by_member.shape[1:-1] if self._classes else self.by_member.shape[1:]
         if target.shape != needed:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from slimbayes.convert.convert import conversions_of, debayesianize
 from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.calls import Fold
-from slimbayes.engine.layout import arrays_of, opaque
+from slimbayes.engine.layout import arrays_of, is_opaque
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import Noise, Pass, Unproven
-from slimbayes.engine.tree import fresh
+from slimbayes.engine.tree import copy_containers
 from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.prediction.checks import MISFITS, check_draws, explain
 
@@ -85,12 +85,12 @@ def sample(
         raise ValueError(f'rows must be "tile" or "split", got {rows!r}.')
     posteriors = posteriors_in(model)
     if not arrays_of((args, kwargs)):
-        if rows == "split" or not any(map(opaque, (*args, *kwargs.values()))):
+        if rows == "split" or not any(map(is_opaque, (*args, *kwargs.values()))):
             raise ValueError("sample found no tensor among the inputs, so it cannot tell the number of rows.")
         fold = False  # what an object of somebody's holds cannot be repeated for each draw
     if not posteriors:
         with noise.own_noise(None if seed is None else noise.seed_of(seed), device_of(model)):
-            every = (fresh((args, kwargs)) for _ in range(draws))
+            every = (copy_containers((args, kwargs)) for _ in range(draws))
             return calls.stack_draws([model(*own, **options) for own, options in every])
     held = passes.of(posteriors[0].key)
     held = None if held is not None and passes.recomputing(held) else held
@@ -230,11 +230,11 @@ def write_out(model: Model, draw: int = 0) -> Model:
         )
     if not posteriors or held is None:
         return debayesianize(copy.deepcopy(model))
-    return passes.run(held.single(draw), written, model)
+    return passes.run(held.single(draw), write_out_draw, model)
 
 
 @torch.no_grad()
-def written(model: Model) -> Model:
+def write_out_draw(model: Model) -> Model:
     """A plain copy with the weights of the one draw of the pass under way."""
     if isinstance(model, Converted) and not isinstance(model, BayesLayer):
         members: Any = model.posterior["members"]
@@ -246,7 +246,7 @@ def written(model: Model) -> Model:
             _fill(plain.get_submodule(name), layer)
         elif isinstance(layer, Converted):
             parent, _, last = name.rpartition(".")
-            setattr(plain.get_submodule(parent), last, written(layer))
+            setattr(plain.get_submodule(parent), last, write_out_draw(layer))
     return plain
 
 
@@ -288,8 +288,8 @@ def merge(model: Model, member: int | Literal["mean"] = 0) -> Model:
         raise ValueError(f'merge: member must be "mean" or a number from 0 to {total - 1}, got {member!r}.')
     new = central_pass(posteriors)
     if member != "mean":
-        return passes.run(new.single(member), written, model)
-    every = [passes.run(new.single(k), written, model) for k in range(total)]
+        return passes.run(new.single(member), write_out_draw, model)
+    every = [passes.run(new.single(k), write_out_draw, model) for k in range(total)]
     means = []
     for tensors in zip(*(plain.state_dict().values() for plain in every), strict=True):
         if isinstance(tensors[0], Tensor) and tensors[0].is_floating_point():

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from slimbayes.report.groups import Group, LoadedRuns, Selection, load, main_set
+from slimbayes.report.groups import LoadedRuns, RunGroup, Selection, load, main_set
 from slimbayes.report.metric import HEADLINE, MISSING, Metric, bootstrap_interval, mean, metric, printable, sign_flip_p
 from slimbayes.report.record import Frozen, Number, Role
 
@@ -46,11 +46,11 @@ def compare(
 
     Example:
         >>> import tempfile
-        >>> from slimbayes.report.record import Cost, Evaluation, Parameters, Record
+        >>> from slimbayes.report.record import Evaluation, ParameterCounts, Record, RunCost
         >>> folder = Path(tempfile.mkdtemp())
         >>> for name, seed, nll in [("plain", 0, 0.50), ("plain", 1, 0.54), ("rank1", 0, 0.40), ("rank1", 1, 0.46)]:
         ...     scores = [Evaluation(data="toy", role="test", draws=1, rows=10, metrics={"nll": nll})]
-        ...     size, cost = Parameters(plain=1, total=1), Cost(train_seconds=1, seconds_per_epoch=1)
+        ...     size, cost = ParameterCounts(plain=1, total=1), RunCost(train_seconds=1, seconds_per_epoch=1)
         ...     record = Record(name=name, method=name, data="toy", seed=seed, config={}, config_hash="", commands=[],
         ...                     parameters=size, cost=cost, evaluations=scores)
         ...     _ = (folder / f"{name}-{seed}.json").write_text(record.model_dump_json())
@@ -88,7 +88,7 @@ def compare(
     )  # fmt: skip
 
 
-def _selection(groups: Sequence[Group], on: str, asked: Selection) -> Selection:
+def _selection(groups: Sequence[RunGroup], on: str, asked: Selection) -> Selection:
     """The sets that `on` names, for the runs of one data set."""
     if on == "test":
         main = main_set(groups)
@@ -100,7 +100,7 @@ def _selection(groups: Sequence[Group], on: str, asked: Selection) -> Selection:
 
 
 def _rows(
-    groups: Sequence[Group], selection: Selection, metrics: Sequence[str] | None, baseline: str | None
+    groups: Sequence[RunGroup], selection: Selection, metrics: Sequence[str] | None, baseline: str | None
 ) -> list[ComparisonRow]:
     """A row for each group with any score, the best mean of each metric marked."""
     recorded = selection.metrics(groups)

@@ -14,8 +14,8 @@ from typing import ClassVar
 import numpy as np
 
 from slimbayes.report.charts import Axis, Chart, Names, Point, bars, boxes, intervals, lines, members, points
-from slimbayes.report.groups import CORRUPTED, Group, Selection, main_set
-from slimbayes.report.metric import mean, metric, ordered, printable, standard_error
+from slimbayes.report.groups import CORRUPTED, RunGroup, Selection, main_set
+from slimbayes.report.metric import mean, metric, printable, sort_metrics, standard_error
 from slimbayes.report.record import Evaluation, Record
 
 MENU = 6  # at most so many metrics to choose from: each is a chart that the page must carry
@@ -54,7 +54,7 @@ def _by_metric(names: Sequence[str], draw: Callable[[str], Chart], most: int = M
     return [(metric(name).label, (draw(name),)) for name in names[:most]]
 
 
-def _places(groups: Iterable[Group]) -> Names:
+def _places(groups: Iterable[RunGroup]) -> Names:
     return {group.name: group.place for group in groups}
 
 
@@ -67,7 +67,7 @@ def _around(field: str, centre: float, spread: float) -> Point:
     return {field: centre, "lo": centre - spread, "hi": centre + spread}
 
 
-def reliability(groups: Sequence[Group]) -> Figure | None:
+def reliability(groups: Sequence[RunGroup]) -> Figure | None:
     """Accuracy by confidence, with the share of rows at each confidence; under corruption too where recorded."""
     main, names = main_set(groups), _places(groups)
     severities = sorted({e.severity for e in CORRUPTED.every(groups) if e.reliability})
@@ -85,7 +85,7 @@ def reliability(groups: Sequence[Group]) -> Figure | None:
     return _figure("Reliability", variants, "Set")
 
 
-def _bins(group: Group, selection: Selection) -> list[tuple[float, float, float]]:
+def _bins(group: RunGroup, selection: Selection) -> list[tuple[float, float, float]]:
     """(confidence, accuracy, share of rows) of equal bins, pooled over seeds and corruptions."""
     sums: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(3))
     for _, evaluation in selection.judged(group):
@@ -98,7 +98,7 @@ def _bins(group: Group, selection: Selection) -> list[tuple[float, float, float]
     return [(float(c / n), float(a / n), float(n / rows)) for _, (c, a, n) in sorted(sums.items())]
 
 
-def by_severity(groups: Sequence[Group]) -> Figure | None:
+def by_severity(groups: Sequence[RunGroup]) -> Figure | None:
     """Metric against severity with a band over corruption types: Figures 7 and 8 of the rank-1 paper."""
     main = main_set(groups)
 
@@ -119,7 +119,7 @@ def by_severity(groups: Sequence[Group]) -> Figure | None:
     return _figure("Scores under corruption", _by_metric(CORRUPTED.metrics(groups), draw))
 
 
-def corruption_boxes(groups: Sequence[Group]) -> Figure | None:
+def corruption_boxes(groups: Sequence[RunGroup]) -> Figure | None:
     """Median and quartiles over corruption types at each severity: Figures 10 to 12 of the rank-1 paper."""
 
     def draw(name: str) -> Chart:
@@ -137,7 +137,7 @@ def corruption_boxes(groups: Sequence[Group]) -> Figure | None:
     return _figure("Spread over corruption types", variants)
 
 
-def by_corruption(group: Group, name: str) -> dict[int, list[float]]:
+def by_corruption(group: RunGroup, name: str) -> dict[int, list[float]]:
     """For each severity, the mean over seeds of each corruption type."""
     found: dict[tuple[int, str], list[float]] = defaultdict(list)
     for _, evaluation in CORRUPTED.judged(group):
@@ -149,7 +149,7 @@ def by_corruption(group: Group, name: str) -> dict[int, list[float]]:
     return severities
 
 
-def unfamiliar(groups: Sequence[Group]) -> Figure | None:
+def unfamiliar(groups: Sequence[RunGroup]) -> Figure | None:
     """How well uncertainty tells unfamiliar inputs from test rows."""
     ood = Selection("ood")
 
@@ -165,7 +165,7 @@ def unfamiliar(groups: Sequence[Group]) -> Figure | None:
     return _figure("Unfamiliar inputs", _by_metric(ood.metrics(groups), draw))
 
 
-def risk_coverage(groups: Sequence[Group]) -> Figure | None:
+def risk_coverage(groups: Sequence[RunGroup]) -> Figure | None:
     """Error among the rows the model is surest of."""
     rows: list[Point] = []
     for group in groups:
@@ -178,12 +178,12 @@ def risk_coverage(groups: Sequence[Group]) -> Figure | None:
     return _figure("Risk and coverage", [("", (chart,))])
 
 
-def diversity(groups: Sequence[Group]) -> Figure | None:
+def diversity(groups: Sequence[RunGroup]) -> Figure | None:
     """How much members differ against how good the model is: Figure 6 of the rank-1 paper."""
     main = main_set(groups)
     found = [(group.name, record.seed, e) for group in groups for record, e in main.judged(group) if e.diversity]
     goods = [name for name in ("accuracy", "nll", "rmse", "lpd") if any(name in e.metrics for *_, e in found)][:2]
-    kinds = ordered(kind for *_, e in found for kind in e.diversity)
+    kinds = sort_metrics(kind for *_, e in found for kind in e.diversity)
     kinds.sort(key=lambda kind: kind != "normalised_disagreement")  # the paper's measure first
 
     def draw(kind: str, good: str) -> Chart:
@@ -195,7 +195,7 @@ def diversity(groups: Sequence[Group]) -> Figure | None:
     return _figure("Diversity of members", variants, "Measure")
 
 
-def checkpoints(groups: Sequence[Group]) -> Figure | None:
+def checkpoints(groups: Sequence[RunGroup]) -> Figure | None:
     """The same on the way, after epochs whose test scores were kept (`train.snapshots`): Figure 6 as it is printed."""
     found = [(g.name, r.seed, row) for g in groups for r in g.records for row in r.curve]
     kinds = [
@@ -211,9 +211,9 @@ def checkpoints(groups: Sequence[Group]) -> Figure | None:
     return _figure("Diversity on the way", variants, "Measure")
 
 
-def member_scores(groups: Sequence[Group]) -> Figure | None:
+def member_scores(groups: Sequence[RunGroup]) -> Figure | None:
     """Each member by itself against the averaged prediction."""
-    found: list[tuple[Group, Evaluation]] = []
+    found: list[tuple[RunGroup, Evaluation]] = []
     for group in groups:
         first = [e for record, e in main_set(groups).judged(group) if record is group.records[0] and e.members]
         found += [(group, first[0])] if first else []
@@ -226,11 +226,11 @@ def member_scores(groups: Sequence[Group]) -> Figure | None:
             rows += [{"n": group.name, "kind": kind, "x": value} for kind, value in kinds]
         return members(rows, _places(group for group, _ in found), _axis(name))
 
-    names = ordered(name for _, e in found for scores in e.members for name in scores)
+    names = sort_metrics(name for _, e in found for scores in e.members for name in scores)
     return _figure("Members and their average", _by_metric(names, draw), key=False)
 
 
-def draws(groups: Sequence[Group]) -> Figure | None:
+def draws(groups: Sequence[RunGroup]) -> Figure | None:
     """What more draws buy."""
     main = main_set(groups)
     counts = {group.name: main.draw_counts(group) for group in groups}
@@ -250,7 +250,7 @@ def draws(groups: Sequence[Group]) -> Figure | None:
     return _figure("Number of draws", _by_metric(main.metrics(several), draw))
 
 
-def cost(groups: Sequence[Group]) -> Figure | None:
+def cost(groups: Sequence[RunGroup]) -> Figure | None:
     """Parameters, time and memory."""
     amounts: list[tuple[str, str, Callable[[Record], float | None]]] = [
         ("Parameters", "Parameters, relative to the plain network", lambda r: r.parameters.growth),
@@ -265,9 +265,11 @@ def cost(groups: Sequence[Group]) -> Figure | None:
     return _figure("Cost of each method", variants, "Cost", key=False)
 
 
-def training(groups: Sequence[Group]) -> Figure | None:
+def training(groups: Sequence[RunGroup]) -> Figure | None:
     """What was logged after each epoch."""
-    columns = ordered({key for g in groups for r in g.records for row in r.curve for key in row} - {"epoch", "step"})
+    columns = sort_metrics(
+        {key for g in groups for r in g.records for row in r.curve for key in row} - {"epoch", "step"}
+    )
     columns.sort(key=lambda name: _LOGGED.index(name) if name in _LOGGED else len(_LOGGED))
     most = max(20, min(60, POINTS // len(groups)))
 
@@ -279,7 +281,7 @@ def training(groups: Sequence[Group]) -> Figure | None:
     return _figure("Training", _by_metric(columns, draw, CURVES), "Logged")
 
 
-def _curve(group: Group, name: str, most: int) -> list[tuple[float, float]]:
+def _curve(group: RunGroup, name: str, most: int) -> list[tuple[float, float]]:
     """(epoch, mean over seeds) at epochs that all seeds share: at most so many, the first and the last among them."""
     logged = [
         {row.get("epoch", float(i)): row[name] for i, row in enumerate(r.curve) if name in row} for r in group.records

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slimbayes.report.metric import mean, ordered, printable
+from slimbayes.report.metric import mean, printable, sort_metrics
 from slimbayes.report.record import Evaluation, Record, RecordError, read
 
 Place = tuple[str, str | None, int]  # data, corruption, severity: what an evaluation is of
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """The runs of one name on one data set, by seed. `place` is its number on the page: it gives the colour."""
 
     data: str
@@ -36,7 +36,7 @@ class Group:
 class LoadedRuns:
     """What was read: groups, why records were left out, and what a reader should know about the rest."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[RunGroup, ...]
     skipped: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -45,7 +45,7 @@ class LoadedRuns:
         """The data sets, in order of appearance."""
         return list(dict.fromkeys(group.data for group in self.groups))
 
-    def on(self, data: str) -> tuple[Group, ...]:
+    def on(self, data: str) -> tuple[RunGroup, ...]:
         """The groups of one data set."""
         return tuple(group for group in self.groups if group.data == data)
 
@@ -88,7 +88,7 @@ def _twice(path: Path, record: Record, first: Path, known: Record) -> str:
     )
 
 
-def _group(records: Sequence[Record]) -> tuple[Group, ...]:
+def _group(records: Sequence[Record]) -> tuple[RunGroup, ...]:
     found: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         found.setdefault((record.data, record.name), []).append(record)
@@ -96,7 +96,7 @@ def _group(records: Sequence[Record]) -> tuple[Group, ...]:
     places = {name: i for i, name in enumerate(dict.fromkeys(name for _, name in found))}
     seeds = {key: tuple(sorted(runs, key=lambda run: run.seed)) for key, runs in found.items()}
     shown = _unlike(places)
-    return tuple(Group(data, shown[name], runs, places[name]) for (data, name), runs in seeds.items())
+    return tuple(RunGroup(data, shown[name], runs, places[name]) for (data, name), runs in seeds.items())
 
 
 def _unlike(names: Iterable[str]) -> dict[str, str]:
@@ -108,7 +108,7 @@ def _unlike(names: Iterable[str]) -> dict[str, str]:
     return shown
 
 
-def _notes(groups: Sequence[Group]) -> Iterator[str]:
+def _notes(groups: Sequence[RunGroup]) -> Iterator[str]:
     for group in groups:
         if differing := _differences([record.config for record in group.records]):
             yield (
@@ -191,27 +191,27 @@ class Selection:
             and (self.places is None or _place(evaluation) in self.places)
         )
 
-    def every(self, groups: Iterable[Group]) -> list[Evaluation]:
+    def every(self, groups: Iterable[RunGroup]) -> list[Evaluation]:
         """All evaluations that are meant, at any number of draws."""
         return [e for group in groups for record in group.records for e in record.evaluations if self.fits(e)]
 
-    def draw_counts(self, group: Group) -> list[int]:
+    def draw_counts(self, group: RunGroup) -> list[int]:
         """The numbers of draws that all runs of a group have; runs without any such evaluation have no say."""
         found = [{e.draws for e in record.evaluations if self.fits(e)} for record in group.records]
         return sorted(set.intersection(*filter(None, found))) if any(found) else []
 
-    def most_draws(self, group: Group) -> int | None:
+    def most_draws(self, group: RunGroup) -> int | None:
         """The number of draws a group is judged at; None where it has nothing there."""
         return max(self.draw_counts(group), default=None)
 
-    def judged(self, group: Group) -> list[tuple[Record, Evaluation]]:
+    def judged(self, group: RunGroup) -> list[tuple[Record, Evaluation]]:
         """Runs of a group with the evaluations they are judged by."""
         draws = self.most_draws(group)
         exact = replace(self, draws=draws)
         runs = group.records if draws is not None else ()
         return [(record, e) for record in runs for e in record.evaluations if exact.fits(e)]
 
-    def by_seed(self, group: Group, name: str) -> dict[int, float]:
+    def by_seed(self, group: RunGroup, name: str) -> dict[int, float]:
         """A metric for each seed, averaged over the evaluations that are meant; seeds without it are left out."""
         found: dict[int, list[float]] = {}
         for record, evaluation in self.judged(group):
@@ -219,19 +219,19 @@ class Selection:
                 found.setdefault(record.seed, []).append(evaluation.metrics[name])
         return {seed: mean(values) for seed, values in found.items()}
 
-    def metrics(self, groups: Iterable[Group]) -> list[str]:
+    def metrics(self, groups: Iterable[RunGroup]) -> list[str]:
         """The metrics that any run has there, in the order of the tables."""
-        return ordered(name for evaluation in self.every(groups) for name in evaluation.metrics)
+        return sort_metrics(name for evaluation in self.every(groups) for name in evaluation.metrics)
 
-    def sets(self, groups: Iterable[Group]) -> list[str]:
+    def sets(self, groups: Iterable[RunGroup]) -> list[str]:
         """The names of the evaluated sets, in order of appearance."""
         return list(dict.fromkeys(evaluation.data for evaluation in self.every(groups)))
 
-    def all_places(self, groups: Iterable[Group]) -> frozenset[Place]:
+    def all_places(self, groups: Iterable[RunGroup]) -> frozenset[Place]:
         """The places that any run has."""
         return frozenset(map(_place, self.every(groups)))
 
-    def shared_places(self, groups: Iterable[Group]) -> frozenset[Place]:
+    def shared_places(self, groups: Iterable[RunGroup]) -> frozenset[Place]:
         """The places that every run with any of them has: only a mean over the same things compares."""
         found: dict[tuple[str, int], set[Place]] = {}
         for group in groups:
@@ -243,7 +243,7 @@ class Selection:
 CORRUPTED = Selection("corruption")
 
 
-def main_set(groups: Sequence[Group]) -> Selection:
+def main_set(groups: Sequence[RunGroup]) -> Selection:
     """The set that a page judges by: the first test set, or the first validation set where nobody tested."""
     for role in ("test", "validation"):
         if names := Selection(role).sets(groups):

@@ -144,11 +144,11 @@ def metric(name: str) -> Metric:
     return _KNOWN.get(name) or Metric(name, printable(name))
 
 
-def ordered(names: Iterable[str]) -> list[str]:
+def sort_metrics(names: Iterable[str]) -> list[str]:
     """Known metrics first, in the order of the tables, then the others by name.
 
     Example:
-        >>> ordered(["zeta", "ece", "accuracy", "alpha"])
+        >>> sort_metrics(["zeta", "ece", "accuracy", "alpha"])
         ['accuracy', 'ece', 'alpha', 'zeta']
     """
     place = {name: i for i, name in enumerate(_KNOWN)}

@@ -25,7 +25,7 @@ from slimbayes.files import write_text
 from slimbayes.report import figures, tables
 from slimbayes.report.charts import PALETTE
 from slimbayes.report.figures import Figure
-from slimbayes.report.groups import CORRUPTED, Group, LoadedRuns, load, main_set
+from slimbayes.report.groups import CORRUPTED, LoadedRuns, RunGroup, load, main_set
 from slimbayes.report.metric import printable
 from slimbayes.report.record import Example, Record
 from slimbayes.report.tables import PageTable, reasons
@@ -40,7 +40,7 @@ class Gallery:
     """The rows that one run is most and least sure of; `left_out` were too many for the page."""
 
     kind: ClassVar = "gallery"
-    group: Group
+    group: RunGroup
     seed: int
     most: list[Example]
     least: list[Example]
@@ -55,7 +55,7 @@ class Chapter:
     """All that is told about one data set: `sections` by heading, judged on so many `rows`."""
 
     data: str
-    groups: tuple[Group, ...]
+    groups: tuple[RunGroup, ...]
     rows: int | None
     sections: dict[str, list[PagePart]]
 
@@ -111,7 +111,7 @@ def _html(runs: LoadedRuns, title: str) -> str:
     )
 
 
-def _chapter(data: str, groups: tuple[Group, ...], sets: int) -> Chapter:
+def _chapter(data: str, groups: tuple[RunGroup, ...], sets: int) -> Chapter:
     """What there is to tell about one of several data sets; sections without data are left out."""
     plan: dict[str, Sequence[PagePart | None]] = {
         "Summary": [tables.summary(groups), tables.every_score(groups)],
@@ -140,14 +140,14 @@ def _menu(sets: int) -> int:
     return 8 if sets <= 2 else 4 if sets <= 5 else 2 if sets <= 10 else 1
 
 
-def _galleries(groups: Sequence[Group], room: int) -> list[Gallery]:
+def _galleries(groups: Sequence[RunGroup], room: int) -> list[Gallery]:
     """Rows each model is most and least sure of, from its first run that has examples. `room` is shared equally."""
     found = [(group, next((record for record in group.records if record.examples), None)) for group in groups]
     kept = [(group, record) for group, record in found if record]
     return [_gallery(group, record, room // len(kept)) for group, record in kept]
 
 
-def _gallery(group: Group, record: Record, room: int) -> Gallery:
+def _gallery(group: RunGroup, record: Record, room: int) -> Gallery:
     sides: dict[str, list[Example]] = {"most": [], "least": []}
     most, least = ([e for e in record.examples if e.sure == sure][:SHOWN] for sure in sides)
     # In turns, so that both kinds get pictures when room is short.
@@ -181,7 +181,7 @@ def _notes(chapters: Sequence[Chapter]) -> Iterator[str]:
             )
 
 
-def _machines(groups: Sequence[Group]) -> dict[tuple[tuple[str, str], ...], list[str]]:
+def _machines(groups: Sequence[RunGroup]) -> dict[tuple[tuple[str, str], ...], list[str]]:
     """The environments, as sorted facts, with the runs made there."""
     found: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for record in (record for group in groups for record in group.records if record.environment):

@@ -86,7 +86,7 @@ class Example(Frozen):
     image: str | None = None
 
 
-class Parameters(Frozen):
+class ParameterCounts(Frozen):
     """How many numbers the plain network trains, and how many the converted one does."""
 
     plain: Whole
@@ -98,7 +98,7 @@ class Parameters(Frozen):
         return self.total / self.plain if self.plain else None
 
 
-class Cost(Frozen):
+class RunCost(Frozen):
     """What the run took. Peak memory is the device's on a GPU, the process's on a CPU, in bytes."""
 
     train_seconds: Number
@@ -139,12 +139,12 @@ class Record(Frozen):
     commands: list[str]
     status: Literal["finished", "stopped early"] = "finished"
     classes: list[str] = []
-    parameters: Parameters
+    parameters: ParameterCounts
     curve: list[dict[str, Number]] = []
     evaluations: list[Evaluation] = []
     examples: list[Example] = []
     environment: dict[str, str] = {}  # commit, versions, hardware
-    cost: Cost
+    cost: RunCost
     data_sha256: str = ""  # of the rows it was trained and tested on; none in records of before it was noted
     diagnostics: Diagnostics | None = None
 

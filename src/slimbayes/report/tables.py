@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import ClassVar
 
-from slimbayes.report.groups import CORRUPTED, Group, Selection, main_set
+from slimbayes.report.groups import CORRUPTED, RunGroup, Selection, main_set
 from slimbayes.report.metric import MISSING, bootstrap_interval, mean, metric, standard_error
 from slimbayes.report.record import Record
 
@@ -22,7 +22,7 @@ BEHIND = ("accuracy", "nll", "ece", "rmse", "lpd", "crps")  # the same under cor
 
 
 @dataclass(frozen=True)
-class Cell:
+class PageCell:
     """What a cell shows, and the number it sorts by; None sorts last."""
 
     text: str
@@ -32,11 +32,11 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Column:
+class PageColumn:
     """A column: its head, a cell for each group, and `over`, the heading it shares with its neighbours."""
 
     title: str
-    cells: Sequence[Cell]
+    cells: Sequence[PageCell]
     over: str = ""
     arrow: str = ""
     advice: str = ""
@@ -48,12 +48,12 @@ class PageTable:
 
     kind: ClassVar = "table"
     title: str
-    groups: Sequence[Group]
-    columns: Sequence[Column]
+    groups: Sequence[RunGroup]
+    columns: Sequence[PageColumn]
     shared: int = 0
 
     @property
-    def rows(self) -> list[tuple[Group, tuple[Cell, ...]]]:
+    def rows(self) -> list[tuple[RunGroup, tuple[PageCell, ...]]]:
         """The cells of each group."""
         return list(zip(self.groups, zip(*(column.cells for column in self.columns))))
 
@@ -63,7 +63,7 @@ class PageTable:
         return [(over, len(list(under))) for over, under in groupby(column.over for column in self.columns)]
 
 
-def _scores(groups: Sequence[Group], selection: Selection, name: str, over: str) -> Column:
+def _scores(groups: Sequence[RunGroup], selection: Selection, name: str, over: str) -> PageColumn:
     """A metric on the selected sets."""
     known = metric(name)
     values = [list(selection.by_seed(group, name).values()) for group in groups]
@@ -73,22 +73,22 @@ def _scores(groups: Sequence[Group], selection: Selection, name: str, over: str)
     for i, numbers in enumerate(values):
         error = standard_error(numbers)
         cells.append(
-            Cell(
+            PageCell(
                 known.text(means[i], places) if numbers else MISSING,
                 None if math.isnan(means[i]) else means[i],
                 "" if error is None else known.text(error, places),
                 i in leading,
             )
         )
-    return Column(known.head, cells, over, known.arrow, known.advice)
+    return PageColumn(known.head, cells, over, known.arrow, known.advice)
 
 
-def _integers(title: str, values: Sequence[int | None], over: str) -> Column:
-    cells = [Cell(MISSING if value is None else f"{value:,}".replace(",", "\u2009"), value) for value in values]
-    return Column(title, cells, over)
+def _integers(title: str, values: Sequence[int | None], over: str) -> PageColumn:
+    cells = [PageCell(MISSING if value is None else f"{value:,}".replace(",", "\u2009"), value) for value in values]
+    return PageColumn(title, cells, over)
 
 
-def summary(groups: Sequence[Group]) -> PageTable:
+def summary(groups: Sequence[RunGroup]) -> PageTable:
     """The table a reader looks at first."""
     main = main_set(groups)
     known = main.metrics(groups)
@@ -102,7 +102,7 @@ def summary(groups: Sequence[Group]) -> PageTable:
     return PageTable("Summary", groups, columns, len(corrupted.places or ()))
 
 
-def every_score(groups: Sequence[Group]) -> PageTable | None:
+def every_score(groups: Sequence[RunGroup]) -> PageTable | None:
     """All metrics of the main set that the summary leaves out."""
     main = main_set(groups)
     names = [name for name in main.metrics(groups) if name not in FRONT]
@@ -110,7 +110,7 @@ def every_score(groups: Sequence[Group]) -> PageTable | None:
     return PageTable("Further scores", groups, columns) if columns else None
 
 
-def other_sets(groups: Sequence[Group]) -> PageTable | None:
+def other_sets(groups: Sequence[RunGroup]) -> PageTable | None:
     """Scores under natural shift, and on further test or validation sets."""
     roles = ("test", "shift", "validation")
     sets = [Selection(role, data) for role in roles for data in Selection(role).sets(groups)]
@@ -124,7 +124,7 @@ def other_sets(groups: Sequence[Group]) -> PageTable | None:
     return PageTable("Other sets", groups, columns) if columns else None
 
 
-def unfamiliar(groups: Sequence[Group]) -> PageTable | None:
+def unfamiliar(groups: Sequence[RunGroup]) -> PageTable | None:
     """Scores of telling unfamiliar inputs from test rows."""
     columns = [
         _scores(groups, Selection("ood", data), name, data)
@@ -134,7 +134,7 @@ def unfamiliar(groups: Sequence[Group]) -> PageTable | None:
     return PageTable("Unfamiliar inputs", groups, columns) if columns else None
 
 
-def cost(groups: Sequence[Group]) -> PageTable:
+def cost(groups: Sequence[RunGroup]) -> PageTable:
     """Parameters, time and memory."""
     parameters = [group.records[0].parameters for group in groups]
     costs = [[record.cost for record in group.records] for group in groups]
@@ -143,39 +143,41 @@ def cost(groups: Sequence[Group]) -> PageTable:
         _integers("Plain", [size.plain for size in parameters], "Parameters"),
         _integers("Trained", [size.total for size in parameters], "Parameters"),
         _growth("Ratio", groups, "Parameters"),
-        Column("Training", [_seconds([c.train_seconds for c in some]) for some in costs], "Time"),
-        Column("Epoch", [_seconds([c.seconds_per_epoch for c in some]) for some in costs], "Time"),
-        Column("Evaluation", [_seconds([c.evaluate_seconds for c in some]) for some in costs], "Time"),
-        Column("Peak", [_bytes(some) for some in peaks], "Memory"),
+        PageColumn("Training", [_seconds([c.train_seconds for c in some]) for some in costs], "Time"),
+        PageColumn("Epoch", [_seconds([c.seconds_per_epoch for c in some]) for some in costs], "Time"),
+        PageColumn("Evaluation", [_seconds([c.evaluate_seconds for c in some]) for some in costs], "Time"),
+        PageColumn("Peak", [_bytes(some) for some in peaks], "Memory"),
     ]
     return PageTable("Cost", groups, columns)
 
 
-def _growth(title: str, groups: Sequence[Group], over: str) -> Column:
+def _growth(title: str, groups: Sequence[RunGroup], over: str) -> PageColumn:
     ratios = [group.records[0].parameters.growth for group in groups]
-    return Column(title, [Cell(f"\u00d7 {r:.4g}", r) if r is not None else Cell(MISSING, None) for r in ratios], over)
+    return PageColumn(
+        title, [PageCell(f"\u00d7 {r:.4g}", r) if r is not None else PageCell(MISSING, None) for r in ratios], over
+    )
 
 
-def _seconds(values: Sequence[float]) -> Cell:
+def _seconds(values: Sequence[float]) -> PageCell:
     value = mean(values)
     if not math.isfinite(value):
-        return Cell(MISSING, None)
+        return PageCell(MISSING, None)
     text = f"{value / 3600:.1f} h" if value >= 5400 else f"{value / 60:.1f} min" if value >= 90 else f"{value:.3g} s"
-    return Cell(text, value)
+    return PageCell(text, value)
 
 
-def _bytes(values: Sequence[int]) -> Cell:
+def _bytes(values: Sequence[int]) -> PageCell:
     if not values:
-        return Cell(MISSING, None)
+        return PageCell(MISSING, None)
     value = mean(values)
-    return Cell(f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB", value)
+    return PageCell(f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB", value)
 
 
 PLAIN = "Deterministic"
 _LATE = 0.1  # the end of training, as a share of its epochs
 
 
-def reasons(groups: Sequence[Group]) -> Iterator[str]:
+def reasons(groups: Sequence[RunGroup]) -> Iterator[str]:
     """A note about each method whose mean NLL is above that of the plain network on the same data."""
     for data in dict.fromkeys(group.data for group in groups):
         mine = [group for group in groups if group.data == data]
@@ -199,7 +201,7 @@ def _doubt(differences: Sequence[float]) -> str:
     return f", within what {len(differences)} seeds differ by" if interval[0] <= 0 else ""
 
 
-def _cause(group: Group, plain: Group, gap: float) -> str:
+def _cause(group: RunGroup, plain: RunGroup, gap: float) -> str:
     """Whether it fits less or predicts worse, and what keeps it from fitting."""
     ours, theirs = (mean([record.curve[-1].get("nll", math.nan) for record in one.records if record.curve])
                     for one in (group, plain))  # fmt: skip
@@ -227,7 +229,7 @@ def _late_fall(record: Record) -> float:
     return nll[-1 - late] - nll[-1] if len(nll) > late else 0.0
 
 
-def _draws(group: Group, judged: Selection, gap: float) -> str:
+def _draws(group: RunGroup, judged: Selection, gap: float) -> str:
     """What more draws gave it, where that is a good part of what is missing."""
     counts = judged.draw_counts(group)
     if len(counts) < 2:

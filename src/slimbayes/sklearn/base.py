@@ -30,22 +30,22 @@ from slimbayes.convert.convert import bayesianize
 from slimbayes.distributions.families import Normal, dropout_scale
 from slimbayes.errors import SlimbayesWarning, brief, did_you_mean
 from slimbayes.posteriors.base import Config
-from slimbayes.posteriors.configs.modules import Ensemble
 from slimbayes.posteriors.configs.rank1 import Rank1
+from slimbayes.posteriors.configs.whole_modules import Ensemble
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.sklearn.columns import Missing, Preparation, Scaling, Table, is_frame
-from slimbayes.sklearn.network import Rows, Trainer
+from slimbayes.sklearn.network import TableRows, Trainer
 from slimbayes.train.likelihoods import LikelihoodName
 
 _FEWEST = 40  # rows from which some are held out: fewer say little about when to stop
 
 
-def merged(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> Rows:
+def join_equal_rows(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> TableRows:
     """Equal rows once, with their weights added: a row of weight two is a row given twice."""
     every = np.concatenate([x, y.reshape(len(y), -1)], 1)
     _, first, same = np.unique(every, axis=0, return_index=True, return_inverse=True)
-    return Rows(x[first], y[first], np.bincount(same.ravel(), weight))
+    return TableRows(x[first], y[first], np.bincount(same.ravel(), weight))
 
 
 def default_method(own: bool) -> Rank1 | dict[str, Config]:
@@ -125,7 +125,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             known = self._begin(X, y, sample_weight)
         else:
             weight, rows = self._weights(X, y, sample_weight)
-            known = merged(self._read(X, False, rows), self._code_targets(y)[rows], weight[rows])
+            known = join_equal_rows(self._read(X, False, rows), self._code_targets(y)[rows], weight[rows])
             self.network_.float()
         with self._seeded():
             if not hasattr(self, "trainer_"):
@@ -136,7 +136,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             self.seed_ = int(torch.randint(2**31 - 1, ()))  # of the next part, and of predictions until then
         return self._end()
 
-    def _begin(self, X: Any, y: Any, sample_weight: Any) -> Rows:
+    def _begin(self, X: Any, y: Any, sample_weight: Any) -> TableRows:
         """Learn everything about the columns and targets of a training set."""
         if y is None:
             raise ValueError(f"{type(self).__name__} requires y to be passed, but the target y is None.")
@@ -144,7 +144,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         self.seed_ = int(check_random_state(self.random_state).randint(2**31 - 1))
         weight, rows = self._weights(X, y, sample_weight)
         x = self._read(X, True, rows)
-        known = merged(x, self._learn_targets(y, weight)[rows], weight[rows])
+        known = join_equal_rows(x, self._learn_targets(y, weight)[rows], weight[rows])
         self.preparation_ = Preparation.learnt(self.table_, self.scaling, known.x, self.seed_)
         return known
 
@@ -177,7 +177,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             torch.manual_seed(self.seed_)
             yield
 
-    def _split(self, known: Rows) -> tuple[Rows, Rows | None]:
+    def _split(self, known: TableRows) -> tuple[TableRows, TableRows | None]:
         """Rows to train on and, where there are enough, rows that say when to stop."""
         count = round(self.validation_fraction * len(known.x))
         if len(known.x) < _FEWEST or count == 0:
@@ -220,10 +220,10 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             raise ValueError("sample_weight is zero for all rows: at least one must count.")
         return weight, weight > 0
 
-    def _rows(self, known: Rows) -> Rows:
+    def _rows(self, known: TableRows) -> TableRows:
         target = torch.as_tensor(known.y, device=self.device)
         weight = torch.as_tensor(known.weight, dtype=torch.float32, device=self.device)
-        return Rows(self._inputs(known.x), target.float() if target.is_floating_point() else target, weight)
+        return TableRows(self._inputs(known.x), target.float() if target.is_floating_point() else target, weight)
 
     def _inputs(self, x: np.ndarray) -> torch.Tensor:
         """Numbers scaled and filled in, then codes, in the network's precision."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from slimbayes.errors import brief
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.sklearn.base import TableEstimator, merged
+from slimbayes.sklearn.base import TableEstimator, join_equal_rows
 from slimbayes.sklearn.network import Noise, Targets, build
 from slimbayes.train.likelihoods import LikelihoodName
 
@@ -168,7 +168,7 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         targets = self._checked(y)
         self._many = targets.ndim == 2
         rows = targets.reshape(len(targets), -1)
-        counted = merged(rows[weight > 0], rows[weight > 0][:, :0], weight[weight > 0])
+        counted = join_equal_rows(rows[weight > 0], rows[weight > 0][:, :0], weight[weight > 0])
         self.y_mean_ = np.average(counted.x, axis=0, weights=counted.weight)
         std = np.sqrt(np.average((counted.x - self.y_mean_) ** 2, axis=0, weights=counted.weight))
         self.y_std_ = np.where(std > 0, std, 1.0)

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slimbayes.models.feedforward import started
+from slimbayes.models.feedforward import start_kernels
 from slimbayes.prediction.accumulate import log_at
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.sample import sample
@@ -53,7 +53,7 @@ class TableNet(nn.Sequential):
 
     def init_weights(self) -> None:
         """Start anew, as the members of an ensemble do."""
-        started(self, kinds=(nn.Linear,))
+        start_kernels(self, kinds=(nn.Linear,))
         for module in self.modules():
             if isinstance(module, Head | Embedded):
                 module.init_weights()
@@ -159,15 +159,15 @@ def _checked(network: nn.Module, inputs: int, outputs: int) -> nn.Module:
     return network
 
 
-class Rows(NamedTuple):
+class TableRows(NamedTuple):
     """Inputs (N, d), coded targets (N,) or (N, T) and weights (N,) of rows: arrays, or tensors for the network."""
 
     x: Any
     y: Any
     weight: Any
 
-    def at(self, index: Any) -> "Rows":
-        return Rows(self.x[index], self.y[index], self.weight[index])
+    def at(self, index: Any) -> "TableRows":
+        return TableRows(self.x[index], self.y[index], self.weight[index])
 
 
 @dataclass(eq=False)
@@ -190,7 +190,7 @@ class Trainer:
         groups = param_groups(self.network, self.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=self.lr, weight_decay=0.0, fused=True)
 
-    def fit(self, rows: Rows, held_out: Rows | None) -> list[float]:
+    def fit(self, rows: TableRows, held_out: TableRows | None) -> list[float]:
         """Train until held-out rows have not been predicted better for `patience` epochs; returns their NLLs.
 
         The network then has the weights of its best epoch. Without held-out rows, all epochs are run.
@@ -211,7 +211,7 @@ class Trainer:
             self.network.load_state_dict(best)
         return curve
 
-    def epoch(self, rows: Rows) -> None:
+    def epoch(self, rows: TableRows) -> None:
         """Go over all rows once."""
         self.network.train()
         for batch in self._batches(rows):
@@ -224,14 +224,14 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.network.parameters(), 1.0, error_if_nonfinite=True)
             self.optimizer.step()
 
-    def nll(self, rows: Rows, draws: int = 4) -> float:
+    def nll(self, rows: TableRows, draws: int = 4) -> float:
         """Mean negative log-likelihood of rows under the mixture of some draws, the same at every call."""
         found = predict(self.network, rows.x, draws, likelihood=self.likelihood, scale=self.scale, seed=0)
         logp = found.log_prob(rows.y)
         logp = logp.sum(-1) if logp.dim() > 1 else logp
         return float(-(logp * rows.weight).sum() / rows.weight.sum())
 
-    def _batches(self, rows: Rows) -> Iterator[Rows]:
+    def _batches(self, rows: TableRows) -> Iterator[TableRows]:
         """Batches of nearly equal size in a random order: a last one of a single row would be all noise."""
         count = len(rows.x)
         size = batch_size(count) if self.batch_size is None else self.batch_size

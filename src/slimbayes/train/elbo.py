@@ -15,7 +15,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from slimbayes.engine.modules import Keyed, modules_of, places_of, planned, posteriors_of
+from slimbayes.engine.modules import Keyed, modules_of, places_of, plan_once, posteriors_of
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.layers.base import BayesLayer
 
@@ -180,7 +180,7 @@ def _regularised(model: nn.Module, every: Any) -> list[tuple[Any, bool, Any, lis
         some: Any = type(every)
         return [(*kind, some([p for p, _ in same]), [linear for _, linear in same]) for kind, same in kinds.items()]
 
-    return planned(every, ("kl", places), make)
+    return plan_once(every, ("kl", places), make)
 
 
 @torch.no_grad()

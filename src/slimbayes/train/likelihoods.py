@@ -21,22 +21,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slimbayes.engine.blocks import exporting
+from slimbayes.engine.blocks import is_exporting
 from slimbayes.errors import did_you_mean
 from slimbayes.train import Form as Form
 from slimbayes.train.fisher import BINARY, CLASSES, MEANS, MEANS_AND_SCALES, Fisher
 from slimbayes.train.targets import (
     FORMS,
+    can_read_values,
     check_classes,
     check_classes_of,
     check_real,
     check_shape,
     check_shares,
     check_two_outputs,
-    floating,
-    readable,
+    is_floating,
+    noise_unit,
     scale_for,
-    unit,
 )
 
 LikelihoodName = Literal["categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian"]
@@ -59,9 +59,9 @@ def categorical(
     """
     check_classes(logits, class_dim)
     logits = logits if class_dim == -1 else logits.movedim(class_dim, -1)
-    soft = floating(target)
+    soft = is_floating(target)
     check_shape(logits, target, logits.shape[1:] if soft and target.dim() > 1 else logits.shape[1:-1], form)
-    if readable(target) or (soft and target.dim() == 1):
+    if can_read_values(target) or (soft and target.dim() == 1):
         check_classes_of(target, logits.shape[-1], ignore_index)
     if form == "logits":
         logits, form = logits.mean(0, keepdim=True), "average"
@@ -91,7 +91,7 @@ def bernoulli(logits: Tensor, target: Tensor, form: Form = "average") -> Tensor:
         tensor(0.6931)
     """
     check_shape(logits, target, logits.shape[1:], form)
-    if readable(target):
+    if can_read_values(target):
         check_shares(target)
     if form == "logits":
         logits, form = logits.mean(0, keepdim=True), "average"
@@ -138,7 +138,7 @@ def heteroscedastic_gaussian(
     """
     check_two_outputs(output)
     spread = scale_for(scale, target, output)
-    if readable(target):
+    if can_read_values(target):
         _check_spread(target, spread)
     if form == "logits":
         output, form = output.mean(0, keepdim=True), "average"
@@ -163,7 +163,7 @@ def noise_scale(raw: Tensor, spread: float | Tensor = 1.0) -> Tensor:
         tensor([0.0600, 0.4195, 6.0003])
     """
     # written out in graphs that are exported: onnxruntime has no softplus of float64
-    out = raw.relu() + torch.log1p((-raw.abs()).exp()) if exporting() else F.softplus(raw)
+    out = raw.relu() + torch.log1p((-raw.abs()).exp()) if is_exporting() else F.softplus(raw)
     wide = MOST_NOISE * torch.tanh(UNIT_NOISE * out / MOST_NOISE)
     return spread * (LEAST_NOISE**2 + wide.square()).sqrt()
 
@@ -190,7 +190,7 @@ def _check_spread(target: Tensor, spread: Tensor) -> None:
 
 def _gaussian(mean: Tensor, target: Tensor, scale: Tensor, form: str) -> Tensor:
     check_shape(mean, target, mean.shape[1:], form)
-    if readable(target):
+    if can_read_values(target):
         check_real(target)
     logp = -0.5 * ((target - mean) / scale) ** 2 - scale.log() - 0.5 * math.log(2 * math.pi)
     return _combine(logp.flatten(2).sum(-1) if logp.dim() > 2 else logp, form).mean()
@@ -243,7 +243,7 @@ def _means(outputs: Tensor, scale: float | Tensor, class_dim: int | None) -> tup
 
 def _means_and_scales(outputs: Tensor, scale: float | Tensor, class_dim: int | None) -> tuple[Tensor, Tensor]:
     check_two_outputs(outputs)
-    spread = torch.as_tensor(unit(scale), dtype=outputs.dtype, device=outputs.device)
+    spread = torch.as_tensor(noise_unit(scale), dtype=outputs.dtype, device=outputs.device)
     return outputs[..., 0], noise_scale(outputs[..., 1], spread).square()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.sums import squared_norms
-from slimbayes.engine.modules import modules_of, planned, posteriors_of
+from slimbayes.engine.modules import modules_of, plan_once, posteriors_of
 from slimbayes.layers import kind_of
 from slimbayes.layers.base import BayesLayer
 from slimbayes.layers.copied import Copied
@@ -38,7 +38,7 @@ def described(model: nn.Module) -> list[Described]:
         return _described(model, modules)
     names = list(chain.from_iterable([m._parameters for m in modules]))
     parameters = list(chain.from_iterable([m._parameters.values() for m in modules]))
-    found: list[Any] = planned(posteriors_of(model), "described", list)  # penalties ask in every step
+    found: list[Any] = plan_once(posteriors_of(model), "described", list)  # penalties ask in every step
     if found and found[0] == names and len(found[1]) == len(parameters) and all(map(is_, found[1], parameters)):
         return found[2]
     found[:] = names, parameters, _described(model, modules)
@@ -135,7 +135,7 @@ def param_groups(
     return out
 
 
-def apart(model: nn.Module) -> list[list[nn.Parameter]]:
+def networks_of(model: nn.Module) -> list[list[nn.Parameter]]:
     """Parameters of each network in a model: of the members of a deep ensemble, which share none, else all in one.
 
     A loss that is summed over networks trains each as it would train alone: `len(apart(model)) * nll`, where the

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Gamma, kl_divergence
 
-from slimbayes.distributions.families import wide
-from slimbayes.distributions.kl import collapsed
+from slimbayes.distributions.families import widen
+from slimbayes.distributions.kl import marginal_cost
 from slimbayes.train.optim import described
 
 
@@ -89,6 +89,6 @@ def shared_precision(model: nn.Module, shape: float = 1.0, tau: float = 1.0, rho
     means = {True: tau, False: tau if rho is None else rho}
     shared = [p for p in described(model) if p.role == "weight" and not p.in_kl]
     terms = [
-        collapsed(wide(p.parameter).square().sum(), p.parameter.numel(), shape, means[p.is_weight]) for p in shared
+        marginal_cost(widen(p.parameter).square().sum(), p.parameter.numel(), shape, means[p.is_weight]) for p in shared
     ]
     return sum(terms, torch.zeros((), device=next(model.parameters()).device))

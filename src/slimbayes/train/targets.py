@@ -54,13 +54,13 @@ def check_targets(
         )
 
 
-def readable(target: Tensor) -> bool:
+def can_read_values(target: Tensor) -> bool:
     """Whether values can be looked at without waiting for a device or breaking a graph."""
     func = torch._C._functorch.peek_interpreter_stack() is not None
     return target.device.type == "cpu" and not func and not torch.compiler.is_compiling()
 
 
-def floating(target: Any) -> bool:
+def is_floating(target: Any) -> bool:
     """Whether targets are of a floating type; refuses what is no tensor."""
     if not isinstance(target, Tensor):
         raise TypeError(f"Targets must be a tensor, got {type(target).__name__}: use torch.as_tensor(target).")
@@ -69,7 +69,7 @@ def floating(target: Any) -> bool:
 
 def check_shape(outputs: Tensor, target: Tensor, needed: torch.Size, form: str) -> None:
     """Refuse a target that would broadcast, as (B,) against (S, B, 1) does, no targets, and a form that is none."""
-    floating(target)
+    is_floating(target)
     if target.shape != needed:
         bare = target.shape in (outputs.shape, outputs.shape[:-1])
         hint = (
@@ -100,7 +100,7 @@ def check_classes(logits: Tensor, class_dim: int) -> None:
             f"outputs of shape {tuple(logits.shape)}. "
             f'For a yes or no use likelihood="bernoulli", for a real target "gaussian".'
         )
-    if readable(logits):
+    if can_read_values(logits):
         check_logits(logits, class_dim)
 
 
@@ -136,14 +136,14 @@ def scale_for(scale: float | Tensor, target: Tensor, outputs: Tensor) -> Tensor:
     """A noise scale as a tensor of the outputs' type; refused where it would broadcast targets, as (B, 1) does (B,),
     or, on a CPU, is no positive number.
     """
-    floating(target)
+    is_floating(target)
     given = torch.as_tensor(scale, dtype=outputs.dtype, device=outputs.device)
     given = given.reshape(()) if given.numel() == 1 else given
     if not broadcasts(given.shape, target.shape):
         raise ValueError(
             f"scale of shape {tuple(given.shape)} does not broadcast against targets of shape {tuple(target.shape)}."
         )
-    if readable(given):
+    if can_read_values(given):
         check_positive("scale", given)
     return given
 
@@ -225,7 +225,7 @@ def _refuse(bad: Tensor, target: Tensor, needed: str) -> None:
     raise ValueError(f"Targets must be {needed}, got {value!r} in row {row}{at}.{hint}")
 
 
-def unit(scale: float | Tensor) -> float | Tensor:
+def noise_unit(scale: float | Tensor) -> float | Tensor:
     """The unit of noise: the targets' spread that a prediction was given; 1, with a warning, where none was (0.0)."""
     if isinstance(scale, Tensor) or scale:
         return scale

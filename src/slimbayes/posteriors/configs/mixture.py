@@ -204,9 +204,9 @@ class ModelPatch(ComponentConfig):
     covers = ("matrix", "table", "norm")
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
-        from slimbayes.posteriors.patch import patched
+        from slimbayes.posteriors.patch import layers_to_patch
 
-        return patched(self, model, offered, named)
+        return layers_to_patch(self, model, offered, named)
 
     def resolved(self) -> Mixture:
         shared = {f.name: getattr(self, f.name) for f in fields(ComponentConfig)}

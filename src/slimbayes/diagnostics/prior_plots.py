@@ -37,7 +37,7 @@ from slimbayes.distributions.families import Cauchy, Distribution, Normal
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.configs.base import check_choice
 from slimbayes.posteriors.configs.mixture import DropConnect, Mixture
-from slimbayes.prediction.figures import bare, empty_figure
+from slimbayes.prediction.panels import empty_figure, remove_box
 from slimbayes.prediction.sample import frozen, sample
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def plot_prior_functions(x: Tensor, functions: Mapping[str, Tensor]) -> Figure:
         panel.set_xlabel("x")
         panel.margins(x=0)
         panel.locator_params(axis="x", nbins=7, integer=True)
-        bare(panel)
+        remove_box(panel)
     panels[0].set_ylabel("y = f(x)")
     return figure
 
@@ -203,7 +203,7 @@ def plot_induced_priors(points: Tensor, priors: Mapping[str, Factor] | None = No
     for panel in panels:
         panel.set_xlabel("w'")
         panel.margins(x=0)
-        bare(panel)
+        remove_box(panel)
     panels[0].set_ylabel("density")
     panels[0].set_ylim(0, 1)
     panels[1].set_yscale("log")

@@ -261,8 +261,8 @@ def forward(
 
 
 def backward(
-    dh: Tensor, dc: Tensor, gates: Tensor, cell: Cell, h: Tensor, c: Tensor, states: Tensor, cells: Tensor, z: Tensor,
-    hs: Tensor, lengths: Tensor | None, reverse: bool, weighs: bool,
+    dh: Tensor, dc: Tensor, gates: Tensor, cell: Cell, h: Tensor, c: Tensor, states: Tensor, cells: Tensor,
+    z: Tensor, hs: Tensor, lengths: Tensor | None, reverse: bool, weighs: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """What the operation in lstm.py says it returns."""
     T, _, u = states.shape

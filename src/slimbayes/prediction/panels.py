@@ -42,7 +42,7 @@ def empty_figure(caller: str, width: float, height: float) -> Figure:
     return ShownFigure(figsize=(width, height), layout="constrained")
 
 
-def bare(panel: Any) -> None:
+def remove_box(panel: Any) -> None:
     """Thin horizontal lines and no box."""
     panel.grid(axis="y", linewidth=0.5, alpha=0.4)
     panel.spines[["top", "right"]].set_visible(False)
@@ -86,7 +86,7 @@ def bands(prediction: Prediction, x: Tensor | None = None, target: Tensor | None
             panel.plot(at, dots[order, t], "o", color=ORANGE, markersize=3, alpha=0.8, label="target")
         panel.set_xlabel("rows, ordered by mean" if x is None else "x")
         panel.set_title("" if shown == 1 else f"target {t}", fontsize=10)
-        bare(panel)
+        remove_box(panel)
     _legend(figure, panels[0])
     return figure
 
@@ -117,7 +117,7 @@ def uncertainties(prediction: Prediction, target: Tensor | None = None) -> Figur
         panel.hist(values, bins=24, range=(0, top), weights=share, color=colour, alpha=0.55, label=label)
     panel.set_xlabel("predictive entropy, nats")
     panel.set_ylabel("share of rows" if target is None else "share of each group")
-    bare(panel)
+    remove_box(panel)
     _legend(figure, panel)
     return figure
 

@@ -33,18 +33,18 @@ def modules_to_save(model: nn.Module, train: Train, head: Selection) -> tuple[li
         owners = {name: m for name, m in modules.items() if any(True for _ in m.parameters())}
         last = [name for name, m in owners.items() if any(True for _ in m.parameters(recurse=False))][-1:]
         heads = last if head is None else sorted(selected("head", head, owners))
-    return [name for name, m in modules.items() if _moves(m) and name not in heads] + heads, heads
+    return [name for name, m in modules.items() if _has_statistics(m) and name not in heads] + heads, heads
 
 
-def _moves(module: nn.Module) -> bool:
+def _has_statistics(module: nn.Module) -> bool:
     """Whether a module has statistics that move by themselves."""
     return getattr(module, "running_mean", None) is not None
 
 
-def unmoved(model: nn.Module, saved: Sequence[str]) -> list[str]:
+def heads_among(model: nn.Module, saved: Sequence[str]) -> list[str]:
     """The heads among saved modules where nothing else says them: checkpoints name them if a norm is one."""
     modules = dict(model.named_modules())
-    return [name for name in saved if name in modules and not _moves(modules[name])]
+    return [name for name in saved if name in modules and not _has_statistics(modules[name])]
 
 
 def freeze(model: nn.Module, heads: Sequence[str]) -> list[str]:
@@ -53,7 +53,7 @@ def freeze(model: nn.Module, heads: Sequence[str]) -> list[str]:
     Members' biases train where the layer's own does: no prior holds them, and of a network that fits its data already
     Adam takes them anywhere.
     """
-    trains, in_head = belongs(model, heads), _within(heads)
+    trains, in_head = is_saved_name(model, heads), _is_inside(heads)
     offsets = {id(q._parameters.get(name)) for q in posteriors_of(model) for name in q.offsets}
     frozen = [name for name, p in model.named_parameters() if p.requires_grad and not trains(name)]
     biases = [name for name, p in model.named_parameters() if id(p) in offsets and not in_head(name)]
@@ -62,16 +62,16 @@ def freeze(model: nn.Module, heads: Sequence[str]) -> list[str]:
     return frozen
 
 
-def belongs(model: nn.Module, saved: Sequence[str]) -> Callable[[str], bool]:
+def is_saved_name(model: nn.Module, saved: Sequence[str]) -> Callable[[str], bool]:
     """Whether a name in a model's state belongs to a posterior or one of these modules: what is saved."""
     every = list(model.named_modules(remove_duplicate=False))  # a module has all its names in the state
     meant = {module for name, module in every if name in saved}
     of_posterior = tuple(f"{name}.posterior.".lstrip(".") for name, module in every if isinstance(module, Converted))
-    of_saved = _within([*saved, *(name for name, module in every if module in meant)])
+    of_saved = _is_inside([*saved, *(name for name, module in every if module in meant)])
     return lambda name: name.startswith(of_posterior) or of_saved(name)
 
 
-def _within(modules: Sequence[str]) -> Callable[[str], bool]:
+def _is_inside(modules: Sequence[str]) -> Callable[[str], bool]:
     prefixes = tuple(f"{name}." if name else "" for name in modules)
     return lambda name: name.startswith(prefixes)
 
