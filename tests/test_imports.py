@@ -66,3 +66,10 @@ def test_imports_point_one_way(package: str) -> None:
         for other in imports(file) - allowed
     }
     assert not wrong
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    """A reader who meets a name knows which class it is."""
+    trees = [ast.parse(file.read_text()) for file in sorted(SOURCE.rglob("*.py"))]
+    names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert not {name for name in names if names.count(name) > 1 and not name.startswith("_")}
