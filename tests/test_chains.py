@@ -93,6 +93,43 @@ def test_hmc_agrees_with_quadrature_on_a_network() -> None:
     assert slopes.std().item() == pytest.approx(deviation, rel=0.15)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "temperature", "options"),
+    [
+        ("hmc", 1.0, {"burn_in": 50, "thin": 1, "draws": 30, "step_size": 0.02, "leapfrog": 8}),
+        ("sgld", 1.0, {"burn_in": 500, "thin": 20, "draws": 20, "step_size": 0.02}),
+        ("sghmc", 0.25, {"burn_in": 250, "thin": 15, "draws": 20, "step_size": 0.004, "friction": 0.2}),
+    ],
+)
+def test_chains_agree_with_bayesian_linear_regression_on_batches_of_unequal_sizes(
+    method: Any, temperature: float, options: dict[str, Any]
+) -> None:
+    """Given the one factor r the others are a conjugate regression; r itself is summed over on a line."""
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(45, 3, generator=source, dtype=torch.float64)
+    y = x @ x.new_tensor([1.2, 0.7, 1.0]) + 0.5 * torch.randn(45, generator=source, dtype=torch.float64)
+    y[40:] += 1.0  # the rows of the small batch are unlike the others
+    line = torch.linspace(-1, 3, 801, dtype=torch.float64)
+    precision = (line.square()[:, None, None] * (x.T @ x) / 0.25 + torch.eye(3) / 0.09) / temperature
+    mean = torch.linalg.solve(precision, (line[:, None] * (x.T @ y) / 0.25 + 1 / 0.09) / temperature)
+    log_p = -0.5 * ((line - 1) / 0.3).square() / temperature - 0.5 * torch.logdet(precision)
+    p = (log_p + 0.5 * torch.einsum("ai,aij,aj->a", mean, precision, mean)).softmax(0)
+    centre = torch.cat([p @ line[:, None], p @ mean])
+    spread = (p @ (torch.cat([line[:, None], mean], 1) - centre).square()).sqrt()
+    spread[1:] = (spread[1:].square() + p @ torch.linalg.inv(precision).diagonal(dim1=1, dim2=2)).sqrt()
+    net = nn.Linear(3, 1, bias=False).eval()
+    nn.init.ones_(net.weight)
+    batches = list(zip(x.float().split(20), y.float()[:, None].split(20), strict=True))
+    prior = sb.Normal(1.0, 0.3)
+    found = sb.sample_posterior(
+        net, batches, method, "gaussian", chains=60, prior=prior, noise=0.5, temperature=temperature, seed=1, **options
+    )
+    drawn = found.states.double().flatten(0, 1)
+    torch.testing.assert_close((drawn.mean(0) - centre) / spread, torch.zeros(4).double(), rtol=0, atol=0.3)
+    torch.testing.assert_close(drawn.std(0) / spread, torch.ones(4).double(), rtol=0, atol=0.12)
+
+
 def blobs(rows: int = 60) -> list[tuple[Tensor, Tensor]]:
     y = torch.arange(rows) % 3
     x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(1)) + 2 * nn.functional.one_hot(y, 4)
@@ -144,6 +181,29 @@ def test_chains_start_where_a_converted_model_is() -> None:
     sb.sample_posterior(model, blobs(), "sgld", chains=4, draws=1, burn_in=0, thin=1, step_size=1e-9)
     for k in range(4):
         torch.testing.assert_close(sb.sample(model, x)[k], means[k % 2], rtol=1e-3, atol=1e-3)
+
+
+def test_batches_of_any_size_estimate_the_density_of_all_data() -> None:
+    x, y = (torch.cat(parts) for parts in zip(*blobs(), strict=True))
+    batches = [(x[:40], y[:40]), (x[:3], torch.full((3,), -100)), (x[40:55], y[40:55]), (x[55:], y[55:])]
+    model = net()
+    found = sb.sample_posterior(model, batches, "sgld", chains=2, draws=3, burn_in=0, thin=1, step_size=1e-12, seed=0)
+    nll = nn.functional.cross_entropy(sb.sample(model, x)[:2].flatten(0, 1), y.repeat(2), reduction="none").view(2, -1)
+    expected = sb.Normal(1.0, 0.1).log_prob(found.states[:, 0]).sum(1) - nll.sum(1)
+    torch.testing.assert_close(found.log_density.mean(1), expected)
+    exact = sb.sample_posterior(net(), batches, "hmc", chains=2, draws=1, burn_in=0, thin=1, step_size=1e-6, seed=0)
+    assert bool(exact.log_density.isfinite().all())  # though one of the batches has no targets
+
+
+def test_a_temperature_leaves_the_rate_of_the_weights_alone() -> None:
+    warm, cold = net(), net()
+    cold.load_state_dict(warm.state_dict())
+    for model, temperature in ((warm, 1.0), (cold, 0.01)):
+        sb.sample_posterior(
+            model, blobs(), "sgld", chains=2, draws=1, burn_in=4, thin=1, base_lr=0.1, step_size=1e-9, seed=0,
+            temperature=temperature,
+        )  # fmt: skip
+    torch.testing.assert_close(cold[0].weight, warm[0].weight, rtol=1e-3, atol=1e-4)
 
 
 def test_weights_move_while_chains_burn_in_and_stay_afterwards() -> None:
@@ -217,6 +277,8 @@ def test_chains_that_diverge_say_so_and_change_nothing() -> None:
         ({"data": []}, "the loader is empty"),
         ({"data": [torch.randn(3, 4)]}, "without targets"),
         ({"data": iter([(torch.randn(3, 4), torch.zeros(3, dtype=torch.long))])}, "can be read once: give a list"),
+        ({"data": [(torch.randn(3, 4), torch.full((3, 3), -100))], "likelihood": "bernoulli"}, "0, 1 or a probability"),
+        ({"data": [(torch.randn(3, 4), torch.full((3, 3), math.nan))], "likelihood": "gaussian"}, "must be finite"),
         ({"data": [(torch.randn(3, 4), torch.tensor([0, 7, 1]))]}, r"class indices from 0 to \d, got 7 in row 1"),
     ],
 )

@@ -32,7 +32,7 @@ from slimbayes.inference.curvature import IGNORED, labelled_batches
 from slimbayes.prediction.predict import select
 from slimbayes.prediction.sample import sample
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
-from slimbayes.train.targets import check_labels
+from slimbayes.train.targets import check_labels, check_real, check_shares
 
 Loss = Callable[[nn.Module], Tensor]  # negative log-likelihood of all data under each member, (K,)
 State = tuple[list[Tensor], Tensor]  # all factors (K, channels), and log densities (K,)
@@ -56,57 +56,64 @@ class Density:
     def __post_init__(self) -> None:
         posteriors: list[Any] = passes.posteriors_of(self.model)
         self.factors = [f.loc for p in posteriors for f in (p.r, p.s)]  # (K, 1, channels) each
-        self.size = 1 if callable(self.data) else self._size(self.data)
+        self.size, self.parts = (1, 1) if callable(self.data) else self._sizes(self.data)
 
-    def _size(self, data: Iterable[Any]) -> int:
-        """How many targets there are, all of which are looked at once."""
+    def _sizes(self, data: Iterable[Any]) -> tuple[int, int]:
+        """How many targets and batches there are; every target is looked at once."""
         if iter(data) is data:
             raise ValueError(
                 f"sample_posterior reads its data many times, but a {type(data).__name__} can be read once: give a "
                 f"list of batches or a DataLoader."
             )
-        size, classes = 0, None
+        size, parts, classes = 0, 0, None
         for args, kwargs, target in labelled_batches(self.model, data):
-            if classes is None and self.likelihood == "categorical":
+            if self.likelihood != "categorical":
+                (check_shares if likelihood_named(self.likelihood).discrete else check_real)(target)
+            elif classes is None:
                 with torch.no_grad():
                     outputs = select(sample(self.model, *args, **kwargs), self.output)
                 classes = outputs.shape[-1] if outputs.shape[1:-1] == target.shape else 2**62
             if classes is not None:
                 check_labels(target, classes, IGNORED)
-            size += self._count(target)
+            size, parts = size + self._count(target), parts + bool(self._count(target))
         if not size:
             raise ValueError("sample_posterior was given no targets: the loader is empty, or all of them are -100.")
-        return size
+        return size, parts
 
     def _count(self, target: Tensor) -> int:
         """How many targets the likelihood averages over."""
         return int((target != IGNORED).sum()) if likelihood_named(self.likelihood).discrete else len(target)
 
     def batches(self) -> Iterable[Any]:
-        """What a pass over the data sees."""
-        return [None] if callable(self.data) else labelled_batches(self.model, self.data)
+        """What a pass over the data sees: batches that have targets."""
+        if callable(self.data):
+            return [None]
+        return (batch for batch in labelled_batches(self.model, self.data) if self._count(batch[2]))
 
     def log_prior(self) -> Tensor:
         return torch.stack([self.prior.log_prob(f).flatten(1).sum(1) for f in self.factors]).sum(0)
 
     def at(self, batch: Any) -> Tensor:
-        """Log density of each chain (K,), estimated from one batch."""
-        losses = self.data(self.model) if callable(self.data) else self._losses(batch) * self.size
+        """Log density of each chain (K,), estimated from one batch; the batches' mean is that of all data, whatever
+        their sizes.
+        """
+        losses = self.data(self.model) if callable(self.data) else self._losses(batch) * self.parts
         return (self.log_prior() - losses) / self.temperature
 
     def whole(self) -> Tensor:
         """Log density of each chain (K,), of all data."""
         if callable(self.data):
             return self.at(None)
-        losses = [self._losses(batch) * self._count(batch[2]) for batch in self.batches()]
+        losses = [self._losses(batch) for batch in self.batches()]
         return (self.log_prior() - torch.stack(losses).sum(0)) / self.temperature
 
     def _losses(self, batch: tuple[Any, Any, Tensor]) -> Tensor:
-        """Mean negative log-likelihood of a batch under each chain, (K,)."""
+        """Negative log-likelihood of a batch under each chain, (K,)."""
         args, kwargs, target = batch
         outputs = select(sample(self.model, *args, **kwargs), self.output)
         nll = likelihood_named(self.likelihood).nll
-        return torch.vmap(lambda chain: nll(chain.unsqueeze(0), target, "average", self.noise))(outputs)
+        mean = torch.vmap(lambda chain: nll(chain.unsqueeze(0), target, "average", self.noise))(outputs)
+        return mean * self._count(target)
 
     def state(self, value: Tensor) -> State:
         """A copy of where all chains are."""
@@ -211,7 +218,8 @@ def langevin(
             value = density.at(next(batches))
             slopes = torch.autograd.grad(value.sum(), [*density.factors, *moving], allow_unused=True)
         # At temperature T the slopes are already divided by it, so that steps grow by it and the noise with its root.
-        step = step / density.size * density.temperature
+        share = density.temperature / density.size
+        step = step * share
         with torch.no_grad():
             for f, m, slope in zip(density.factors, momenta, slopes, strict=False):
                 noise = normals(f, generator) if noisy else torch.zeros_like(f)
@@ -222,7 +230,7 @@ def langevin(
                     f += m
             for p, slope in zip(moving, slopes[len(momenta) :], strict=True):
                 if slope is not None:
-                    p.add_(slope, alpha=base_lr / (density.size * len(value)))
+                    p.add_(slope, alpha=base_lr * share / len(value))
         if not bool(value.isfinite().all()):
             raise FloatingPointError(
                 f"sample_posterior: chain {int((~value.isfinite()).nonzero()[0])} diverged at step {number}: its log "
