@@ -133,6 +133,18 @@ def test_real_targets(tmp_path: Path) -> None:
     assert tested.keys() == {"test_rmse", "test_lpd", "test_crps"} and tested["test_rmse"] < 1.5
 
 
+def test_probabilities_for_labels_are_judged_by_their_cross_entropy(tmp_path: Path) -> None:
+    x, y = blobs()
+    soft = 0.8 * nn.functional.one_hot(y, 3) + 0.2 / 3
+    model = network(sb.BatchEnsemble(members=2))
+    runs, module = trainer(tmp_path, 1), BayesModule(model, 240, predict_draws=1)
+    rows = DataLoader(TensorDataset(x, soft), batch_size=60)
+    runs.fit(module, rows, rows)
+    (tested,) = runs.test(module, rows, verbose=False)
+    slow = -(soft * sb.predict(model, x).log_probs).sum(1).mean()
+    assert tested == {"test_nll": pytest.approx(float(slow), rel=1e-4)}
+
+
 @pytest.mark.parametrize("case", ["yes or no", "some without a label"])
 def test_targets_that_train_are_judged(case: str, tmp_path: Path) -> None:
     x, y = blobs()

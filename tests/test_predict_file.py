@@ -116,6 +116,16 @@ def test_pipes_are_not_waited_for(name: str, tmp_path: Path) -> None:
         read_rows(tmp_path / name)
 
 
+def test_pictures_that_cannot_be_decoded_are_refused_not_passed_over(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    with pytest.raises(ValueError, match=r"holds no image that ends in \.jpeg, \.jpg, \.png\."):
+        read_rows(tmp_path)
+    for name in ("a.png", "b.gif", "c.png"):
+        image.new("RGB", (4, 4)).save(tmp_path / name)
+    with pytest.raises(ValueError, match=r"b\.gif cannot be decoded as a JPEG or PNG image"):
+        read_rows(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def images_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fit(experiment(train=ONCE), tmp_path_factory.mktemp("run") / "run", CPU)

@@ -225,6 +225,9 @@ def test_texts_are_classified_with_uncertainty() -> None:
     alone = classify(model, Words(), ["9"], draws=5, seed=0)
     assert alone[0]["score"] == pytest.approx(found[2]["score"], abs=1e-4)
     assert classify(model, Words(), "9", draws=5, seed=0) == alone  # one text, not its letters
+    model.config.problem_type = "multi_label_classification"
+    with pytest.raises(ValueError, match=r'likelihood="bernoulli"'):  # a softmax over yes and no labels is neither
+        classify(model, Words(), "9")
 
 
 @pytest.mark.slow

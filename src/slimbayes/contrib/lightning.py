@@ -55,11 +55,12 @@ class BayesModule(LightningModule):  # type: ignore[misc]
     """Trains a converted model by its ELBO and judges it with slimbayes' metrics. Batches are (inputs, targets).
 
     It logs loss, nll and kl (per datum, without its weight) in training; val_ and test_ nll, accuracy, brier and ece of
-    classes, or rmse, lpd and crps of real targets. `predict_step` gives a `Prediction`.
+    classes, or rmse, lpd and crps of real targets; where classes have probabilities for labels, the nll alone.
+    `predict_step` gives a `Prediction`.
 
     Args:
         model: a converted model.
-        num_data: rows of the training set: of all processes together, not of a batch.
+        num_data: as in `elbo`: rows of the training set, of all processes together, not of a batch.
         likelihood: what the outputs parameterise.
         draws: of each member in a training step.
         predict_draws: of each member in validation, test and prediction.
@@ -109,7 +110,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
     def _metrics(self) -> dict[str, nn.Module]:
         if self.means.discrete:
             found = {"nll": metrics.NLL(), "accuracy": metrics.Accuracy()}
-            return {**found, "brier": metrics.Brier(), "ece": metrics.ECE()}
+            return {**found, "brier": metrics.Brier(), "ece": metrics.ECE(), "soft": metrics.SoftLabelNLL()}
         return {"rmse": metrics.RMSE(), "lpd": metrics.LPD(), "crps": metrics.CRPS()}
 
     def forward(self, x: Any) -> Any:
@@ -151,11 +152,15 @@ class BayesModule(LightningModule):  # type: ignore[misc]
             if not len(y):
                 return
         assert isinstance(scores, nn.ModuleDict)
+        soft = self.likelihood == "categorical" and y.is_floating_point()
         for name, metric in scores.items():
+            if (name == "soft") != soft:
+                continue
             assert isinstance(metric, Metric)
             metric.update(prediction, y)
-            bar = name in ("nll", "rmse")
-            self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=bar, batch_size=len(y))
+            shown = "nll" if soft else name
+            bar = shown in ("nll", "rmse")
+            self.log(f"{stage}_{shown}", metric, on_step=False, on_epoch=True, prog_bar=bar, batch_size=len(y))
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Prediction:
         """The prediction of a batch; of (inputs, targets) the targets are left alone."""

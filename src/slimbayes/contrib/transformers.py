@@ -207,6 +207,11 @@ def classify(
         for each text its label, the label's probability as "score", the entropy of the prediction in nats, and the
         part of it that is about the weights, "mutual_information".
     """
+    if getattr(model.config, "problem_type", None) == "multi_label_classification":
+        raise ValueError(
+            "classify tells one label of each text, and this model's texts have several (problem_type): use "
+            'predict(model, inputs, likelihood="bernoulli", output="logits").'
+        )
     texts = [texts] if isinstance(texts, str) else list(texts)
     found: list[dict[str, Any]] = []
     device, names = next(model.parameters()).device, getattr(model.config, "id2label", {})

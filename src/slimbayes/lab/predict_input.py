@@ -20,12 +20,13 @@ from torch import Tensor
 
 from slimbayes.data.archives import npy_header
 from slimbayes.data.cells import Allow, number_in
-from slimbayes.data.folders import decode, read_square
+from slimbayes.data.folders import ENDINGS, decode, read_square
 from slimbayes.data.table_files import cell_lines, number_blocks
 from slimbayes.errors import brief
 from slimbayes.untrusted import check_regular
 
-_IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+# Rows of a folder. The decoder takes ENDINGS and refuses the others: to pass one over would shift all rows after it.
+_IMAGES = (*ENDINGS, ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _BYTES = 1 << 22  # of a block of an array
 _TOGETHER = 64  # images of a block
 DAMAGE = (ValueError, TypeError, OSError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error)
@@ -107,7 +108,7 @@ def blocks_of(stream: IO[bytes]) -> Iterator[Tensor]:
 def _image_blocks(path: Path, read: Callable[[Path], Tensor]) -> Iterator[Tensor]:
     files = sorted(p for p in path.iterdir() if p.suffix.lower() in _IMAGES) if path.is_dir() else [path]
     if not files:
-        raise ValueError(f"{path} holds no image that ends in {', '.join(_IMAGES)}.")
+        raise ValueError(f"{path} holds no image that ends in {', '.join(ENDINGS)}.")
     first = read(files[0]).shape
     for start in range(0, len(files), _TOGETHER):
         images = [read(file) for file in files[start : start + _TOGETHER]]

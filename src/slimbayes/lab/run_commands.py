@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import shlex
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -150,35 +148,20 @@ Name = Annotated[
     str, typer.Argument(help='A data set, such as "mnist" or "uci/yacht"; `list` names those that are there.')
 ]
 _FILES = 12  # shown of a set
-_BROKEN = 2
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """Errors of users and of their files as one line, and exit code 2."""
-    try:
-        yield
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        text = (
-            f"{error.strerror}" if isinstance(error, OSError) and error.strerror and not error.filename else str(error)
-        )
-        typer.echo(f"Error: {' '.join(text.split())}", err=True)
-        raise typer.Exit(_BROKEN) from error
 
 
 @app.command("list")
 def list_(data_dir: Root = None, as_json: AsJson = False) -> None:
     """Every data set that is there, with its splits."""
-    with _plain_errors():
-        from slimbayes.data import available
-        from slimbayes.data.catalog import SOURCES, root_folder
+    from slimbayes.data import available
+    from slimbayes.data.catalog import SOURCES, root_folder
 
-        folder = root_folder(data_dir)
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} is not a folder: give --data-dir the folder that holds the data sets.")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            here = available(folder)
+    folder = root_folder(data_dir)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder: give --data-dir the folder that holds the data sets.")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        here = available(folder)
     for warning in caught:
         typer.echo(f"Warning: {warning.message}", err=True)
     if as_json:
@@ -194,10 +177,9 @@ def list_(data_dir: Root = None, as_json: AsJson = False) -> None:
 @app.command()
 def check(name: Name, data_dir: Root = None, as_json: AsJson = False) -> None:
     """Read a set in full and compare it with what was published; exit code 1 where it differs."""
-    with _plain_errors():
-        from slimbayes.data.catalog import inspect
+    from slimbayes.data.catalog import inspect
 
-        facts = inspect(name, data_dir)
+    facts = inspect(name, data_dir)
     typer.echo(json.dumps(asdict(facts), indent=1) if as_json else _report(facts))
     if facts.differences:
         raise typer.Exit(1)
@@ -223,16 +205,15 @@ def prepare(
     out: Annotated[Path | None, typer.Option(help="Folder; <data-dir>/.slimbayes-cache/<name> by default.")] = None,
 ) -> None:
     """Keep a set as arrays that are mapped into memory instead of read."""
-    with _plain_errors():
-        from slimbayes.data import prepare as prepare_
-        from slimbayes.lab.watchers import Bars
+    from slimbayes.data import prepare as prepare_
+    from slimbayes.lab.watchers import Bars
 
-        with Bars(name) as bars:
+    with Bars(name) as bars:
 
-            def show(done: int, total: int, split: str) -> None:
-                if not done:
-                    bars.begin("as arrays", total)
-                bars.move(done, split)
+        def show(done: int, total: int, split: str) -> None:
+            if not done:
+                bars.begin("as arrays", total)
+            bars.move(done, split)
 
-            folder = prepare_(name, data_dir, out, show)
+        folder = prepare_(name, data_dir, out, show)
     typer.echo(str(folder))

@@ -56,7 +56,9 @@ def elbo(
     Args:
         nll: mean negative log-likelihood of the batch, a scalar from one of the likelihoods here or from your own loss.
         model: a converted model.
-        num_data: size of the training set, not of the batch.
+        num_data: over how many targets `nll` is a mean in the whole training set, not in the batch: its rows; where a
+            row has many classes (tokens, pixels) or yes and no labels, all of these that are not ignored. Real targets
+            of a row are summed: of them it is rows, always.
         kl_weight: annealing weight, see `slimbayes.train.schedules`.
         micro_batches: how many losses are added up before the optimizer steps.
         temperature: of the posterior; 1 is Bayes' rule. `.kl` is reported without it and without `kl_weight`.

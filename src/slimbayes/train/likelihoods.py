@@ -84,7 +84,8 @@ def categorical(
 def bernoulli(logits: Tensor, target: Tensor, form: Form = "average") -> Tensor:
     """Mean negative log-likelihood of binary labels under S draws of logits.
 
-    Shape: logits (S, B, ...), target (B, ...) in [0, 1]; returns a scalar.
+    Shape: logits (S, B, ...), target (B, ...) in [0, 1]; returns a scalar, the mean over all targets: of L labels for
+    each row, `num_data` of `elbo` is L times the rows.
 
     Example:
         >>> bernoulli(torch.zeros(2, 3), torch.tensor([0.0, 1.0, 1.0])).round(decimals=4)  # log 2
