@@ -518,8 +518,8 @@ MUTATIONS = [
     ),
     Mutation(
         "member-weights",
-        "repeat(len(values) // self.members)",
-        "repeat_interleave(len(values) // self.members)",
+        "weights.to(values.device).repeat(each, *[1] * (weights.dim() - 1)) / each",
+        "weights.to(values.device).repeat_interleave(each, 0) / each",
         "test_prediction.py",
     ),
     Mutation("rescaled-noise", "else square * self.noise,", "else factor * self.noise,", "test_prediction.py"),

@@ -21,7 +21,7 @@ from slimbayes.diagnostics.spectra import plot_scales as plot_scales
 from slimbayes.diagnostics.spectra import plot_spectrum as plot_spectrum
 from slimbayes.layers.base import sites_in
 from slimbayes.metrics.functional import calibration
-from slimbayes.prediction.accumulate import along_draws
+from slimbayes.prediction.accumulate import mixture_below
 from slimbayes.prediction.panels import BLUE, GREY, ORANGE, empty_figure, remove_box
 from slimbayes.prediction.panels import bands as bands
 from slimbayes.prediction.panels import uncertainties as uncertainties
@@ -78,13 +78,9 @@ def reliability(prediction: Prediction, target: Tensor, bins: int = _BINS) -> Fi
 def _distribution_function(prediction: Prediction, target: Tensor) -> Tensor:
     """F(y) of each target under the predictive mixture of normals, (N, ...), in float64."""
     prediction.log_prob(target)  # refuses targets that do not fit, and predictions without noise
-    values, noise = prediction.samples.double(), prediction.noise
-    assert noise is not None
-    below = torch.special.ndtr((target.double() - values) / noise.double().sqrt())
-    weights = values.new_ones(1) if prediction.weights is None else prediction.weights.to(values)
-    each = len(values) // len(weights)  # draw j belongs to member j mod K
-    shares = weights.repeat(each, *[1] * (weights.dim() - 1)) / each
-    return (along_draws(shares, below) * below).sum(0).cpu()
+    assert prediction.noise is not None
+    values, scale = prediction.samples.double(), prediction.noise.double().sqrt()
+    return mixture_below(target.double(), values, scale, prediction.weights).cpu()
 
 
 def risk_coverage(prediction: Prediction, target: Tensor) -> Figure:

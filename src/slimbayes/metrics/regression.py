@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slimbayes.metrics.functional import crps_mixture, crps_samples, need_tensor
 from slimbayes.metrics.streaming import Mean
-from slimbayes.prediction.accumulate import along_draws, log_mean
+from slimbayes.prediction.accumulate import draw_shares, log_mean, mixture_below
 from slimbayes.prediction.prediction import Prediction
 
 Scale = float | Tensor | None
@@ -116,8 +116,7 @@ class IntervalCoverage(Mean):
         else:
             values, noise, shares = mixture(prediction, target, scale)
             if bool((noise > 0).any()):
-                below = torch.special.ndtr((target - values) / noise.clamp_min(torch.finfo(noise.dtype).tiny))
-                self.add(((along_draws(shares, below) * below).sum(0) - 0.5).abs() <= self.level / 2)
+                self.add((mixture_below(target, values, noise, shares) - 0.5).abs() <= self.level / 2)
                 return
             if isinstance(prediction, Prediction):
                 low, high = prediction.interval(self.level)
@@ -147,10 +146,7 @@ def mixture(prediction: Prediction | Tensor, target: Tensor, scale: Scale) -> tu
     if noise.dim() > values.dim() or any(a not in (1, b) for a, b in zip(noise.shape[::-1], values.shape[::-1])):
         got = f"the draws, shape {tuple(values.shape)}, got shape {tuple(noise.shape)}"
         raise ValueError(f"scale must broadcast against {got}.")
-    weights = torch.ones(1) if weights is None else weights
-    each = len(values) // len(weights)  # draw j belongs to member j mod K
-    shares = weights.to(values.device, torch.float64).repeat(each, *[1] * (weights.dim() - 1)) / each
-    return values.double(), noise.expand_as(values), shares
+    return values.double(), noise.expand_as(values), draw_shares(weights, values).double()
 
 
 def _need_real(prediction: Prediction) -> None:

@@ -75,8 +75,7 @@ class Accumulator:
         """Values (S', ...) of draws, or (K, ...) of members, times K w of their member: factors of mean one."""
         if self.weights is None:
             return values
-        factors = (self.members * self.weights).to(values).repeat(len(values) // self.members)
-        return values * along_draws(factors, values)
+        return values * along_draws((len(values) * draw_shares(self.weights, values)).to(values), values)
 
     def sound(self) -> bool:
         """Whether draws so far are numbers, or finite means. One number is read from the device."""
@@ -142,7 +141,7 @@ def quantile(values: Tensor, weights: Tensor | None, level: float) -> Tensor:
     """
     if weights is None:
         return torch.quantile(values, level, dim=0)
-    shares = _shares(weights.to(values.device), values)
+    shares = along_draws(draw_shares(weights, values), values)
     ordered, order = values.sort(0)
     share = shares.expand_as(values).gather(0, order)
     width = shares.square().sum(0)
@@ -152,10 +151,21 @@ def quantile(values: Tensor, weights: Tensor | None, level: float) -> Tensor:
     return (inside / inside.sum(0) * ordered).sum(0).to(values.dtype)
 
 
-def _shares(weights: Tensor, values: Tensor) -> Tensor:
-    """Weights of members for each of values (M, ...)."""
+def draw_shares(weights: Tensor | None, values: Tensor) -> Tensor:
+    """Share (M,), or (M, N), of each of the draws' values (M, N, ...) in an average, from weights (K,) or (K, N) of
+    members: draw j belongs to member j mod K.
+    """
+    weights = torch.ones(1, dtype=torch.float64) if weights is None else weights
     each = len(values) // len(weights)
-    return along_draws(weights.repeat(each, *[1] * (weights.dim() - 1)) / each, values)
+    return weights.to(values.device).repeat(each, *[1] * (weights.dim() - 1)) / each
+
+
+def mixture_below(at: Tensor, means: Tensor, scale: Tensor, weights: Tensor | None) -> Tensor:
+    """Probability (N, ...) below `at` (N, ...) under the mixture of normals with these means and deviations (M, N, ...)
+    in float64, members and weights as in `quantile`.
+    """
+    own = torch.special.ndtr((at - means) / scale.clamp_min(torch.finfo(torch.float64).tiny))
+    return (along_draws(draw_shares(weights, means), own) * own).sum(0)
 
 
 def mixture_quantile(means: Tensor, noise: Tensor, weights: Tensor | None, level: float) -> Tensor:
@@ -163,13 +173,12 @@ def mixture_quantile(means: Tensor, noise: Tensor, weights: Tensor | None, level
 
     Bisection, between the lowest and the highest of the normals' own quantiles.
     """
-    wide, scale = means.double(), noise.double().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
-    shares = _shares(wide.new_ones(1) if weights is None else weights.to(wide), wide)
+    wide, scale = means.double(), noise.double().sqrt()
     own = wide + scale * torch.special.ndtri(wide.new_tensor(level))
     low, high = own.amin(0), own.amax(0)
     for _ in range(50):
         middle = (low + high) / 2
-        short = (shares * torch.special.ndtr((middle - wide) / scale)).sum(0) < level
+        short = mixture_below(middle, wide, scale, weights) < level
         low, high = torch.where(short, middle, low), torch.where(short, high, middle)
     return ((low + high) / 2).to(means.dtype)
 
