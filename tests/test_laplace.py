@@ -250,7 +250,26 @@ def test_a_real_target_may_be_any_number() -> None:
     net, (x, y) = mlp(2), tuple(map(torch.cat, zip(*data(classes=None), strict=True)))
     y[0] = -100.0  # no mark of a missing one
     sb.bayesianize(net, sb.JointNormal())
-    assert accumulate(net, [((x,), {}, y)], "gaussian").targets == y.numel()
+    for target in (y, y.long()):
+        assert accumulate(net, [((x,), {}, target)], "gaussian").targets == y.numel()
+
+
+def test_labels_of_a_row_that_are_missing_do_not_count_whatever_their_type() -> None:
+    net, x = mlp(2), torch.randn(9, 4).double()
+    sb.bayesianize(net, sb.JointNormal())
+    y = torch.randint(2, (9, 2))
+    y[:4, 1] = -100
+    half = torch.where(y == -100, 0, y)
+    whole, floats = (accumulate(net, [((x,), {}, t)], "bernoulli") for t in (y, y.double()))
+    # rows without a second label, as if its information were not there
+    alone = accumulate(net, [((x,), {}, half)], "bernoulli")
+    first = accumulate(net, [((x[:4],), {}, torch.stack([y[:4, 0], torch.full((4,), -100)], 1))], "bernoulli")
+    rest = accumulate(net, [((x[4:],), {}, y[4:])], "bernoulli")
+    for found in (whole, floats):
+        assert found.targets == 14 and found.log_likelihood == pytest.approx(first.log_likelihood + rest.log_likelihood)
+        for one, a, b, c in zip(*map(matrices, (found, first, rest, alone)), strict=True):
+            torch.testing.assert_close(one, a + b)
+            assert float((c - one).norm()) > 1e-3
 
 
 def test_the_root_of_an_inverse() -> None:

@@ -151,7 +151,7 @@ def accumulate(
                 likelihood_named(likelihood).predictive(rows.outputs[None, :1], 1.0, None)  # refuses what does not fit
                 _add(total, rows, part, member, likelihood, samples, scale)
                 total.log_likelihood += _log_likelihood(rows.outputs, part, likelihood, scale) / members
-        total.targets += int(_kept(target, target).sum())
+        total.targets += int(_kept(target, target, likelihood).sum())
     if not total.targets:
         raise ValueError(NO_TARGETS)
     for p, block in zip(joints, total.blocks, strict=True):
@@ -173,7 +173,7 @@ def _add(
     scale: float,
 ) -> None:
     outputs, information = rows.outputs.detach(), likelihood_named(likelihood).fisher
-    kept = _kept(outputs, target).to(outputs.dtype)
+    kept = _kept(outputs, target, likelihood).to(outputs.dtype)
     if samples is None:
         count = information.count(outputs)
         if count > MOST_ROOTS:
@@ -191,9 +191,10 @@ def _add(
         block.see(inputs, kept.flatten(1).amax(1) if kept.dim() > 1 else kept)
 
 
-def _kept(outputs: Tensor, target: Tensor) -> Tensor:
-    """Where targets are to count, shaped to meet the outputs."""
-    kept = target != IGNORED if not target.is_floating_point() else torch.ones_like(target, dtype=torch.bool)
+def _kept(outputs: Tensor, target: Tensor, likelihood: LikelihoodName) -> Tensor:
+    """Where targets are to count, shaped to meet the outputs; a real target may be any number, of whatever type."""
+    real = not likelihood_named(likelihood).discrete
+    kept = torch.ones_like(target, dtype=torch.bool) if real else target != IGNORED
     return kept.view(*kept.shape, *[1] * max(outputs.dim() - kept.dim(), 0))
 
 
