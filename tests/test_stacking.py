@@ -330,3 +330,19 @@ def test_gradients_may_be_off_around_it() -> None:
     for p, q in zip(off, factored_weights(*problem_), strict=True):
         assert torch.equal(p, q)
         assert not q.requires_grad
+
+
+@pytest.mark.parametrize("kind", ["ensemble", "patches"])
+def test_a_stack_that_fails_leaves_the_weights_alone(kind: str) -> None:
+    x, y = torch.randn(40, 4), torch.randint(3, (40,))
+    net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3)).eval()
+    config = sb.Ensemble(members=3) if kind == "ensemble" else sb.ModelPatch(components=3)
+    model = sb.bayesianize(net, config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p))
+    sb.stack(model, x, y, seed=0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="A target of shape"):
+        sb.stack(model, x, y[:, None], seed=0)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

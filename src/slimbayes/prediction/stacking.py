@@ -74,13 +74,16 @@ def stack(
             f"stack is for an Ensemble or for layers that pick one component each (ModelPatch without cross, "
             f"draws='forward'); got {', '.join(kinds) or 'no posterior'}."
         )
-    for posterior in posteriors:
-        posterior.set_probabilities(torch.full((posterior.components,), 1 / posterior.components))
-    with frozen(model, draws, seed):
-        held, choices = scores(), torch.stack(choices_of(posteriors), 1)
-    found = factored_weights(held, choices, [p.components for p in posteriors], prior)
-    for posterior, probs in zip(posteriors, found, strict=True):
-        posterior.set_probabilities(probs)
+    found = [p.probs.clone() for p in posteriors]  # which stay where something fails
+    try:
+        for posterior in posteriors:
+            posterior.set_probabilities(torch.full((posterior.components,), 1 / posterior.components))
+        with frozen(model, draws, seed):
+            held, choices = scores(), torch.stack(choices_of(posteriors), 1)
+        found = factored_weights(held, choices, [p.components for p in posteriors], prior)
+    finally:
+        for posterior, probs in zip(posteriors, found, strict=True):
+            posterior.set_probabilities(probs)
     return {p.name: probs.float() for p, probs in zip(posteriors, found, strict=True)}
 
 
@@ -92,8 +95,6 @@ def _stack_members(posteriors: Sequence[Any], scores: Callable[[], Tensor]) -> d
             f"stack weighs the members of a model, but its layers have unequal numbers of them ({told}). "
             f"Give all layers the same, Ensemble(members={max(counts.values())})."
         )
-    for posterior in posteriors:
-        posterior.weights.fill_(1 / posterior.members)
     try:
         weights = stacking_weights(scores())
     except (RuntimeError, ValueError) as error:
