@@ -175,6 +175,15 @@ def below_grid(grid: np.ndarray, draws: np.ndarray, w: np.ndarray, m: np.ndarray
     return (1 - w) * inner + w * stats.norm.cdf(grid, m, np.sqrt(v))
 
 
+def test_large_targets_keep_the_digits_of_their_spread() -> None:
+    net = sb.bayesianize(nn.Linear(P, 1), sb.Rank1(members=2))
+    seconds = 1.7e9 + 3 * torch.randn(N, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    batches = list(zip(rows().split(25), seconds.split(25), strict=True))
+    mean, variance = sb.far(net, batches, "gaussian").marginal
+    torch.testing.assert_close(mean, seconds.mean(0), rtol=1e-15, atol=0)
+    torch.testing.assert_close(variance, seconds.var(0, correction=0), rtol=1e-6, atol=0)
+
+
 def test_a_prediction_with_distances_is_cut_joined_and_rescaled() -> None:
     net, near = fitted(rows(N, C), "gaussian")
     pred = sb.predict(net, 2 * rows(), draws=2, likelihood="gaussian", scale=0.5, seed=0, far=near)

@@ -240,7 +240,7 @@ def far(
             kept.append(features_of(model, args, kwargs, at))
             if not discrete:
                 y = torch.as_tensor(batch[-1]).double()
-                sums.append(torch.stack([torch.full_like(y[0], len(y)), y.sum(0), y.square().sum(0)]))
+                sums.append(torch.stack([torch.full_like(y[0], len(y)), y.mean(0), y.var(0, correction=0)]))
             order = torch.cat([order, torch.rand(len(kept[-1]), generator=generator)])
             if len(order) > 2 * rows:
                 kept, order = fewest(), order.sort().values[:rows]
@@ -250,9 +250,10 @@ def far(
     if not bool(kept[0].isfinite().all()):
         raise ValueError("far was given features that are NaN or infinite: clean the inputs first.")
     if sums:
-        count, total, squares = torch.stack(sums).sum(0)
-        variance = squares / count - (total / count).square()
-        marginal = torch.stack([total / count, variance.clamp_min(torch.finfo(torch.float32).tiny)])
+        count, means, within = torch.stack(sums, 1)  # of every batch; squares of large targets would lose their digits
+        mean = (count * means).sum(0) / count.sum(0)
+        variance = (count * (within + (means - mean).square())).sum(0) / count.sum(0)
+        marginal = torch.stack([mean, variance.clamp_min(torch.finfo(torch.float32).tiny)])
     found = Far(kept[0], marginal, at).to(kept[0].device)
     if not bool(found.marginal.isfinite().all()):
         raise ValueError("far was given targets that are NaN or infinite: leave their rows out.")
