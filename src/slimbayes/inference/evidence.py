@@ -78,7 +78,8 @@ def best_precision(spectra: Sequence[CurvatureSpectrum]) -> float:
     if slope(low) < 0:
         raise ValueError(
             f"laplace: the prior precision of {names} runs away to zero: outputs do not change with these numbers "
-            f"(singular curvature). Exclude the layer, or give prior=Normal(loc, scale)."
+            f"(singular curvature), or targets are in the millions. Exclude the layer, standardise the targets, or "
+            f"give prior=Normal(loc, scale)."
         )
     return math.exp(_root(slope, low, high, 80))
 
@@ -125,8 +126,8 @@ def _noise(squares: float, targets: int, spectra: Sequence[CurvatureSpectrum], p
     """
     if not squares > 1e-12 * targets:
         raise ValueError(
-            f"laplace: {targets} targets do not tell the noise: they are met exactly. Give noise=, the standard "
-            f"deviation of the targets' noise."
+            f"laplace: {targets} targets do not tell the noise: they are met exactly, or to a millionth. Give noise=, "
+            f"the standard deviation of the targets' noise, or standardise targets that are that small."
         )
 
     def slope(log_sigma: float) -> float:
