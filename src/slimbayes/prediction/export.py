@@ -95,7 +95,8 @@ def export(
     check_draws("export", draws)
     if noise not in ("fixed", "input"):
         raise ValueError(f"noise must be 'fixed' or 'input', got {noise!r}.")
-    if not args or not all(isinstance(x, Tensor) and x.dim() for x in args) or len(args[0]) < 2:
+    dim = calls.batch_dim_of(model) or 0
+    if not args or not all(isinstance(x, Tensor) and x.dim() for x in args) or _rows(args[0], dim) < 2:
         raise ValueError("export needs an example of two rows at least: a tensor, or a tuple of those the model takes.")
     check_finite(model)
     check_inputs(model, (args, {}), 0)
@@ -110,7 +111,8 @@ def export(
         names += ["noise"] * (len(inputs) - len(args))
         sizes: dict[str, list[int | None]] = {name: list(x.shape) for name, x in zip(names, inputs)}
         for name, x in zip(names, args):
-            sizes[name][0] = None if len(x) == len(args[0]) else len(x)
+            if _rows(x, dim) == _rows(args[0], dim):
+                sizes[name][dim] = None
         made = Exported(path, sizes, ("draws",) if likelihood is None else SUMMARIES, len(graph.kept), likelihood)
         try:
             _write(graph, inputs, made, notes or {})
@@ -185,6 +187,11 @@ class Graph(nn.Module):
         return torch.stack([select(part, None) for part in parts])
 
 
+def _rows(x: Tensor, dim: int) -> int:
+    """How many rows an input has along the dimension of rows, which it may lack."""
+    return x.shape[dim] if x.dim() > dim else 0
+
+
 def _kept(members: Sequence[int] | None, count: int, total: int) -> list[int]:
     """Numbers of the draws that belong to some of the members."""
     for member in members or ():
@@ -198,7 +205,10 @@ def _kept(members: Sequence[int] | None, count: int, total: int) -> list[int]:
 def _write(graph: Graph, inputs: tuple[Tensor, ...], made: Exported, notes: Mapping[str, Any]) -> None:
     """The file, whole or not there, with a word on what it holds."""
     about = json.dumps({**notes, "format": 1, **made._asdict(), "path": made.path.name})
-    shapes = tuple({0: torch.export.Dim.DYNAMIC} if size[0] is None else None for size in made.inputs.values())
+    shapes = tuple(
+        {dim: torch.export.Dim.DYNAMIC for dim, size in enumerate(sizes) if size is None} or None
+        for sizes in made.inputs.values()
+    )
     with _explain_failure(made.path.name):
         program = torch.export.export(graph, inputs, dynamic_shapes=(shapes,), strict=False)
     with replacing(made.path) as draft:

@@ -239,7 +239,8 @@ def _two_classes(outputs: Tensor, scale: float | Tensor, class_dim: int | None) 
 
 
 def _means(outputs: Tensor, scale: float | Tensor, class_dim: int | None) -> tuple[Tensor, Tensor]:
-    return outputs, torch.empty_like(outputs).copy_(torch.as_tensor(scale**2, dtype=outputs.dtype))
+    variance = torch.as_tensor(scale**2, dtype=outputs.dtype, device=outputs.device)
+    return outputs, variance + torch.zeros_like(outputs)  # a copy_ that broadcasts is none in ONNX
 
 
 def _means_and_scales(outputs: Tensor, scale: float | Tensor, class_dim: int | None) -> tuple[Tensor, Tensor]:
