@@ -272,7 +272,8 @@ def test_chains_that_diverge_say_so_and_change_nothing() -> None:
         ({"noise": 0.0}, "noise must be positive"),
         ({"friction": -1.0}, "friction must be above 0 and at most 1, got -1.0"),
         ({"method": "hmc", "leapfrog": 0}, "leapfrog must be a whole number of at least 1"),
-        ({"method": "hmc", "base_lr": 0.1}, "method='hmc' leaves the weights alone"),
+        ({"method": "hmc", "base_lr": 0.1}, "with no other method: got base_lr=0.1 for 'hmc'"),
+        ({"method": "cyclical", "base_lr": 0.1}, "for 'cyclical'"),  # its first states come before weights are at rest
         ({"burn_in": -1}, "burn_in must be a whole number, not negative"),
         ({"data": []}, "the loader is empty"),
         ({"data": [torch.randn(3, 4)]}, "without targets"),

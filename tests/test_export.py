@@ -129,6 +129,18 @@ def test_rows_may_lie_along_another_dimension(tmp_path: Path) -> None:
             np.testing.assert_allclose(got.detach(), want, atol=1e-5)
 
 
+def test_classes_of_pixels_lie_where_they_are_said_to(tmp_path: Path) -> None:
+    model, x = sb.bayesianize(nn.Conv2d(2, 3, 1), sb.Rank1(members=2, scale_init=0.3)).eval(), torch.randn(4, 2, 5, 5)
+    options: Any = {"draws": 2, "seed": 5, "likelihood": "categorical"}
+    with pytest.raises(ValueError, match="Give class_dim=2"):
+        sb.export(model, x, tmp_path / "net.pt2", **options)
+    made = sb.export(model, x, tmp_path / "net.pt2", **options, class_dim=2)
+    found = sb.predict(model, x, **options, class_dim=2)
+    mean, aleatoric, _ = torch.export.load(made.path).module()(x)
+    np.testing.assert_allclose(mean.detach(), found.probs, atol=1e-5)
+    np.testing.assert_allclose(aleatoric.detach(), found.aleatoric, atol=1e-5)
+
+
 def test_noise_as_an_input_decides_the_draws(tmp_path: Path) -> None:
     model, x = net(), torch.randn(6, 4)
     made = sb.export(model, x, tmp_path / "net.pt2", draws=2, noise="input")

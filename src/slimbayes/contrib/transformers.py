@@ -35,8 +35,9 @@ class BayesTrainer(Trainer):
     The loss is the model's own plus KL / num_data, once for each optimizer step, however many batches it accumulates.
     Where that is the cross-entropy of its logits, which is looked at once, each row has a draw of its own.
     Weight decay leaves posteriors alone. Evaluation averages the probabilities of several draws and reports NLL, ECE
-    and accuracy of classes. Checkpoints hold what trains: the posterior alone where `bayesianize(..., train=)` froze
-    the rest; `sb.load(AutoModel.from_pretrained(...), f"{checkpoint}/posterior")` reads them back.
+    and accuracy of classes; of other targets it is the Trainer's own, under one draw: `predict` averages. Checkpoints
+    hold what trains: the posterior alone where `bayesianize(..., train=)` froze the rest;
+    `sb.load(AutoModel.from_pretrained(...), f"{checkpoint}/posterior")` reads them back.
 
     Args:
         model: a converted model.
@@ -208,10 +209,8 @@ def classify(
         part of it that is about the weights, "mutual_information".
     """
     if getattr(model.config, "problem_type", None) == "multi_label_classification":
-        raise ValueError(
-            "classify tells one label of each text, and this model's texts have several (problem_type): use "
-            'predict(model, inputs, likelihood="bernoulli", output="logits").'
-        )
+        use = 'predict(model, inputs, likelihood="bernoulli", output="logits")'
+        raise ValueError(f"classify tells one label of each text, and this model's problem_type is several: use {use}.")
     texts = [texts] if isinstance(texts, str) else list(texts)
     found: list[dict[str, Any]] = []
     device, names = next(model.parameters()).device, getattr(model.config, "id2label", {})

@@ -108,8 +108,8 @@ def sample_posterior(
         leapfrog: most steps of one path of "hmc"; a third of it at least.
         prior: of every factor; by default that of the converted model, or Normal(1, 0.1).
         temperature: below 1 the posterior is sharpened; near 0 chains end at its mode.
-        base_lr: learning rate of the network's own weights while chains burn in; they stay afterwards, since all states
-            share them.
+        base_lr: learning rate of the network's own weights while "sghmc" or "sgld" burns in; they stay afterwards,
+            since all states share them.
         include, exclude: which layers of a plain model, as in `bayesianize`.
         output: which output, as in `predict`.
         seed: of the chains.
@@ -186,10 +186,10 @@ def _check(model: nn.Module, method: str, burn_in: int, base_lr: float, friction
             raise ValueError(f"sample_posterior: {name} must be positive and finite, got {value!r}.")
     if not 0 < friction <= 1:
         raise ValueError(f"sample_posterior: friction must be above 0 and at most 1, got {friction!r}.")
-    if not 0 <= base_lr < math.inf or (base_lr and method == "hmc"):
+    if not 0 <= base_lr < math.inf or (base_lr and method in ("hmc", "cyclical")):
         raise ValueError(
-            f"sample_posterior: base_lr must not be negative, and method='hmc' leaves the weights alone: got "
-            f"base_lr={base_lr!r} for {method!r}."
+            f"sample_posterior: base_lr must not be negative, and weights move while 'sghmc' or 'sgld' burns in, with "
+            f"no other method: got base_lr={base_lr!r} for {method!r}."
         )
 
 

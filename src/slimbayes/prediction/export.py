@@ -61,6 +61,7 @@ def export(
     noise: Literal["fixed", "input"] = "fixed",
     likelihood: LikelihoodName | None = None,
     scale: float | Tensor = 0.0,
+    class_dim: int | None = None,
     seed: Seed = 0,
     notes: Mapping[str, Any] | None = None,
 ) -> Exported:
@@ -77,7 +78,7 @@ def export(
             seed=seed)` does; with "input" the graph takes their standard normals (S, W) as a last input.
         likelihood: what outputs mean, as in `predict`: the graph then gives mean (class probabilities), aleatoric and
             epistemic uncertainty (B, ...). Without, it gives every draw's outputs (S, B, ...).
-        scale: standard deviation of the observation noise, or of the targets, as in `predict`.
+        scale, class_dim: as in `predict`.
         notes: what else the file shall say of itself, as JSON holds it.
 
     Example:
@@ -103,10 +104,11 @@ def export(
     if likelihood is not None:
         check_noise_rule(model, likelihood)  # refuses an unknown one
     with evaluating(model), torch.no_grad():
-        graph = Graph(model, args, draws, members, seed, likelihood, scale, fixed=noise == "fixed")
+        graph = Graph(model, args, draws, members, seed, likelihood, scale, class_dim, fixed=noise == "fixed")
         inputs = args if graph.noise is not None else (*args, torch.zeros(graph.total, sum(graph.widths)))
         if likelihood is not None:  # no values are seen while a graph is traced
-            check_scores(model, graph.outputs(graph.noise if graph.noise is not None else inputs[-1], args), likelihood)
+            given = graph.outputs(graph.noise if graph.noise is not None else inputs[-1], args)
+            check_scores(model, given, likelihood, class_dim)
         names = ["input"] if len(args) == 1 else [f"input{i}" for i in range(len(args))]
         names += ["noise"] * (len(inputs) - len(args))
         sizes: dict[str, list[int | None]] = {name: list(x.shape) for name, x in zip(names, inputs)}
@@ -136,10 +138,11 @@ class Graph(nn.Module):
         seed: Seed,
         likelihood: LikelihoodName | None,
         scale: float | Tensor,
+        class_dim: int | None,
         fixed: bool,
     ) -> None:
         super().__init__()
-        self.model, self.likelihood, self.scale = model, likelihood, scale
+        self.model, self.likelihood, self.scale, self.class_dim = model, likelihood, scale, class_dim
         self.posteriors, self.members = posteriors_in(model), members_of(model)
         self.total = self.members * draws
         self.kept = _kept(members, self.members, self.total)
@@ -167,7 +170,8 @@ class Graph(nn.Module):
         outputs = self.outputs(given, args)
         if self.likelihood is None:
             return outputs
-        found = Prediction.from_outputs(outputs, self.likelihood, self.count, self.scale, weights=self.weights)
+        how = {"scale": self.scale, "class_dim": self.class_dim, "weights": self.weights}
+        found = Prediction.from_outputs(outputs, self.likelihood, self.count, **how)
         return tuple(getattr(found, name) for name in SUMMARIES)
 
     def outputs(self, given: Tensor, args: tuple[Tensor, ...]) -> Tensor:
