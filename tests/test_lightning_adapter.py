@@ -133,6 +133,20 @@ def test_real_targets(tmp_path: Path) -> None:
     assert tested.keys() == {"test_rmse", "test_lpd", "test_crps"} and tested["test_rmse"] < 1.5
 
 
+def test_outputs_may_be_among_others_as_in_predict() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"hidden": x, "logits": self.head(x)}
+
+    model, (x, y) = sb.bayesianize(Named(), sb.BatchEnsemble(members=2)), blobs(12)
+    expected = sb.categorical(sb.sample(model, x)["logits"], y)
+    torch.testing.assert_close(BayesModule(model, num_data=12).terms(x, y).nll, expected)
+
+
 def test_probabilities_for_labels_are_judged_by_their_cross_entropy(tmp_path: Path) -> None:
     x, y = blobs()
     soft = 0.8 * nn.functional.one_hot(y, 3) + 0.2 / 3

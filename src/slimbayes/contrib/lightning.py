@@ -26,7 +26,7 @@ from slimbayes import metrics
 from slimbayes.convert.convert import conversions_of
 from slimbayes.inference.curvature import IGNORED
 from slimbayes.lab.execution import seed_everything
-from slimbayes.prediction.predict import predict
+from slimbayes.prediction.predict import predict, select
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import sample
 from slimbayes.train import schedules
@@ -121,8 +121,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
 
     def terms(self, x: Any, y: Tensor, kl_weight: float = 1.0) -> ELBO:
         """Loss, nll and kl of a batch."""
-        outputs = self(x)
-        nll = self.means.nll(outputs, y, self.form, self.noise)
+        nll = self.means.nll(select(self(x), None), y, self.form, self.noise)
         return elbo(nll, self.model, self.num_data, kl_weight, temperature=self.temperature)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
