@@ -138,7 +138,9 @@ class CVPlus:
         if len(predictions) != len(targets) or len(targets) < 2:
             got = f"{len(predictions)} predictions and {len(targets)} targets"
             raise ValueError(f"CVPlus needs a prediction and targets for each of at least two folds, got {got}.")
-        kind = _kind_of(predictions[0], kind)
+        for prediction in predictions:
+            kind = _kind_of(prediction, kind)
+        assert kind is not None
         found = tuple(_target_scores(p, y, kind, seed) for p, y in zip(predictions, targets, strict=True))
         n = sum(map(len, found))
         if math.floor((1 - level) * (n + 1) + 1e-9) < 1:
@@ -155,6 +157,10 @@ class CVPlus:
         if len(predictions) != len(self.scores):
             needed = f"CVPlus was fitted to {len(self.scores)} folds and needs a prediction of each"
             raise ValueError(f"{needed}, got {len(predictions)} predictions.")
+        for prediction in predictions:
+            _kind_of(prediction, self.kind)
+        if len(rows := {len(prediction) for prediction in predictions}) > 1:
+            raise ValueError(f"Every fold's model must predict the same new rows, got numbers of rows {sorted(rows)}.")
         n = sum(map(len, self.scores))
         if _is_discrete(self.kind):
             below = torch.zeros_like(predictions[0].log_probs.double())
@@ -188,6 +194,8 @@ def _kind_of(prediction: Prediction, kind: Kind | None) -> Kind:
             f"Rows are what is exchangeable: one class, or one line of real targets, for each row is needed; got "
             f"predictions of shape {tuple(prediction.by_member.shape[1:])}."
         )
+    if bool(prediction.by_member.isnan().any()):
+        raise ValueError("Predictions must be numbers, got NaN: leave such rows out.")
     return kinds[0] if kind is None else kind  # type: ignore[return-value]
 
 
