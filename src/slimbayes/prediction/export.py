@@ -170,8 +170,8 @@ class Graph(nn.Module):
         outputs = self.outputs(given, args)
         if self.likelihood is None:
             return outputs
-        how = {"scale": self.scale, "class_dim": self.class_dim, "weights": self.weights}
-        found = Prediction.from_outputs(outputs, self.likelihood, self.count, **how)
+        meaning = self.likelihood, self.count, self.scale, self.class_dim, self.weights
+        found = Prediction.from_outputs(outputs, *meaning)
         return tuple(getattr(found, name) for name in SUMMARIES)
 
     def outputs(self, given: Tensor, args: tuple[Tensor, ...]) -> Tensor:
