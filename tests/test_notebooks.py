@@ -149,6 +149,9 @@ def test_risk_and_coverage(axes: Any) -> None:
     pred = sb.Prediction.from_outputs(torch.tensor([[[3.0, 0.0], [2.0, 0.0], [1.0, 0.0], [0.5, 0.0]]]))
     (panel,) = axes(sb.plot.risk_coverage(pred, torch.tensor([0, 0, 1, 0])))
     assert list(panel.get_lines()[0].get_ydata()) == pytest.approx([0, 0, 1 / 3, 1 / 4])
+    equal = sb.Prediction.from_outputs(torch.tensor([[[1.0, 0.0]] * 4]))  # the right ones first says nothing
+    (panel,) = axes(sb.plot.risk_coverage(equal, torch.tensor([0, 0, 1, 1])))
+    assert list(panel.get_lines()[0].get_ydata()) == pytest.approx([0.5] * 4)
     two, y = real((2,))
     (panel,) = axes(sb.plot.risk_coverage(two, y))
     last = float(panel.get_lines()[0].get_ydata()[-1])

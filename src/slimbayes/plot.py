@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from slimbayes.diagnostics.spectra import plot_scales as plot_scales
 from slimbayes.diagnostics.spectra import plot_spectrum as plot_spectrum
 from slimbayes.layers.base import sites_in
-from slimbayes.metrics.functional import calibration
+from slimbayes.metrics.functional import calibration, surest_first
 from slimbayes.prediction.accumulate import mixture_below
 from slimbayes.prediction.panels import BLUE, GREY, ORANGE, empty_figure, remove_box
 from slimbayes.prediction.panels import bands as bands
@@ -86,7 +86,8 @@ def _distribution_function(prediction: Prediction, target: Tensor) -> Tensor:
 def risk_coverage(prediction: Prediction, target: Tensor) -> Figure:
     """The error that remains if only the surest rows are answered: of classes their share, of real targets the RMSE.
 
-    Rows are ordered by confidence, real targets by total uncertainty; the dashed line orders them at random.
+    Rows are ordered by confidence, real targets by total uncertainty, equally sure ones in all orders at once; the
+    dashed line orders all at random.
 
     Shape: target (N,), or (N, T) of real targets.
 
@@ -102,7 +103,7 @@ def risk_coverage(prediction: Prediction, target: Tensor) -> Figure:
     else:  # of a row's targets together
         loss = (target.double() - prediction.mean.double()).square().reshape(len(target), -1).mean(-1)
         sure = -prediction.total.reshape(len(target), -1).sum(-1)
-    loss = loss.cpu()[sure.cpu().argsort(descending=True)]
+    loss = surest_first(sure.cpu(), loss.cpu())[1]
     count = torch.arange(1, len(loss) + 1)
     risk = loss.cumsum(0) / count
     risk = risk if discrete else risk.sqrt()

@@ -17,6 +17,7 @@ from slimbayes.metrics.functional import (
     confidence_and_hits,
     labelled,
     need_bins,
+    surest_first,
 )
 from slimbayes.metrics.streaming import Streaming
 
@@ -137,10 +138,7 @@ class Ranked(Streaming):
 
     def ordered(self) -> tuple[Tensor, Tensor]:
         """Confidences, most confident first, and for each the share of right rows among those of equal confidence."""
-        confidence, order = self.all_of("confidence").sort(descending=True)
-        _, group, size = confidence.unique_consecutive(return_inverse=True, return_counts=True)
-        right = torch.bincount(group, self.all_of("right")[order]) / size
-        return confidence, right[group]
+        return surest_first(self.all_of("confidence"), self.all_of("right"))
 
 
 class AdaptiveECE(Ranked):

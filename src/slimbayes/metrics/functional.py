@@ -166,6 +166,15 @@ def confidence_and_hits(probs: Classes, target: Tensor) -> tuple[Tensor, Tensor]
     return confidence, predicted == label
 
 
+def surest_first(sure: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """How sure rows are (M,), the surest first, and values of theirs (M,), of equally sure rows their mean: no order of
+    rows can make a difference. In float64.
+    """
+    sure, order = sure.double().sort(descending=True)
+    _, group, size = sure.unique_consecutive(return_inverse=True, return_counts=True)
+    return sure, (torch.bincount(group, values.double()[order]) / size)[group]
+
+
 def bin_sums(confidence: Tensor, right: Tensor, bins: int) -> Tensor:
     """How many confidences fall into each bin, how many are right, and their sum: (3, R), which add over batches.
 
