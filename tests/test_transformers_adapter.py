@@ -82,6 +82,17 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
 POINT = sb.Rank1(members=2, posterior="normal", prior=sb.Normal(1.0, 0.1), scale_init=1e-6, mean_init=sb.Point(1.2))
 
 
+@pytest.mark.parametrize("counted", [None, 0])
+def test_a_batch_without_targets_has_the_loss_of_the_kl(counted: int | None, tmp_path: Path) -> None:
+    model = sb.bayesianize(gpt(), POINT).train()
+    words = torch.stack([row["input_ids"] for row in ROWS[:4]])  # type: ignore[misc]
+    trainer = BayesTrainer(model, arguments(tmp_path), num_data=48, train_dataset=ROWS)
+    trainer.compute_loss(model, {"input_ids": words, "labels": words})  # whose loss is found to be the usual one
+    nothing = {"input_ids": words, "labels": torch.full_like(words, -100)}
+    loss = trainer.compute_loss(model, nothing, num_items_in_batch=None if counted is None else torch.tensor(counted))
+    torch.testing.assert_close(loss, sb.kl(model) / 48)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("steps", "language"), [(1, False), (3, True)])
 def test_the_kl_counts_once_for_each_optimizer_step(steps: int, language: bool, tmp_path: Path) -> None:

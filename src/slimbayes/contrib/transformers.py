@@ -101,13 +101,14 @@ class BayesTrainer(Trainer):
         return self.facts
 
     def _nll(self, model: nn.Module, logits: Tensor, labels: Tensor, num_items: Any) -> Tensor:
-        """Mean over a batch's targets, or its share of the mean over those of the whole optimizer step."""
+        """Mean over a batch's targets, or its share of the mean over those of the whole optimizer step; 0 of none."""
         logits, labels = align_labels(self.accelerator.unwrap_model(model), logits, labels)
         flat = logits.flatten(0, -2).float(), labels.flatten()
+        total, count = nn.functional.cross_entropy(*flat, ignore_index=IGNORED, reduction="sum"), labels != IGNORED
         if not self._normalised(num_items):
-            return nn.functional.cross_entropy(*flat, ignore_index=IGNORED)
+            return total / count.sum().clamp_min(1)
         ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-        return nn.functional.cross_entropy(*flat, ignore_index=IGNORED, reduction="sum") * ranks / num_items
+        return total * ranks / torch.as_tensor(num_items).clamp_min(1)
 
     def _targets(self, inputs: Any) -> int:
         """Over how many targets the training loss is a mean."""
