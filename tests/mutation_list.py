@@ -184,8 +184,8 @@ MUTATIONS = [
     ),
     Mutation(
         "proof-prints",
-        "return lines.sum(1, dtype=torch.float64)",
-        "return lines[:, 0].double()",
+        "sums = (lines * self.weights[at]).sum(1, dtype=torch.float64)",
+        "sums = lines[:, 0].double()",
         "test_engine.py -k alike",
     ),
     Mutation(

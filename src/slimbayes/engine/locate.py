@@ -171,8 +171,8 @@ def _compare_with_loop(model: nn.Module, inputs: Any, posteriors: Sequence[Any],
     """The layout, or what two draws say against it that run folded and one by one."""
     inputs = tree_map(without_cache, inputs)
     try:
-        with undisturbed(model, inputs):
-            proof.Proof(model, inputs, posteriors, layout).verify()
+        with undisturbed(model, inputs) as trials:
+            proof.Proof(trials, inputs, posteriors, layout).verify()
     except (Mixed, passes.Unproven) as error:
         return Layout(why=str(error), mixed=True)
     except Exception:  # inputs that the model cannot take: the call itself will say so
@@ -202,8 +202,8 @@ def _difference_in_calls(model: nn.Module, inputs: Any, posteriors: Sequence[Any
     few = layout.narrow(inputs, 0, count // 2) if draws == 1 else layout.tile(inputs, 1 if count > 1 else 2)
     rows = layout.rows(few), layout.rows(many)
     try:
-        with undisturbed(model, inputs):
-            met = [run_probe(model, posteriors, part, n)[0].visits for part, n in zip((few, many), rows, strict=True)]
+        with undisturbed(model, inputs) as trials:
+            met = [run_probe(trials, posteriors, part, n)[0].visits for part, n in zip((few, many), rows, strict=True)]
     except Exception as error:
         return f"{type(error).__name__} for {rows[1]} rows: {first_line(error)}"
     odd = next(((b or a).name for a, b in zip_longest(*met) if not _met_all_rows(a, b, *rows)), None)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
@@ -14,8 +15,12 @@ from torch.nn.utils.rnn import PackedSequence
 from slimbayes.engine import passes
 from slimbayes.engine.layout import Dims, arrays_of, leaves_of, map_arrays, padded
 from slimbayes.engine.quiet import Quiet
+from slimbayes.engine.sharing import plain_modules
 from slimbayes.engine.state import Change
 from slimbayes.engine.tree import attributes_of
+
+Mask = np.ndarray[Any, np.dtype[np.bool_]]  # of rows
+Prints = tuple[Tensor, Tensor] | None
 
 
 class Mixed(Exception):
@@ -42,7 +47,7 @@ class Visit:
     ndims: tuple[int, ...] = ()
     allowed: Callable[[int, int], bool] = lambda dim, ndim: True
     outputs: list[tuple[int, ...]] = field(default_factory=list)
-    prints: list[Tensor | None] = field(default_factory=list)
+    prints: list[Prints] = field(default_factory=list)
     dims: list[int | None] = field(default_factory=list)
     out_dims: list[int | None] = field(default_factory=list)
     reads: list[float] = field(default_factory=list)
@@ -54,11 +59,12 @@ class Probe(passes.Pass):
     probing = True
 
     def __init__(
-        self, keys: Sequence[str], quiet: Quiet, before: Probe | None = None, taint: Tensor | None = None
+        self, keys: Sequence[str], quiet: Quiet, before: Probe | None = None, taint: Mask | None = None
     ) -> None:
         super().__init__(1, 1, rowwise=False)
         self.noise = dict.fromkeys(keys)  # type: ignore[assignment]
         self.quiet, self.before, self.taint = quiet, before, taint
+        self.weights: dict[Any, Tensor] = {} if before is None else before.weights  # of fingerprints
         self.visits: list[Visit] = []
         # Of modules that ran before any draw was used: where rows lie in inputs and outputs, and the shapes of both.
         self.ahead: dict[int, tuple[Dims, Dims]] = {}
@@ -68,8 +74,8 @@ class Probe(passes.Pass):
         self.objects = False  # whether outputs hold objects of somebody's
 
     @contextmanager
-    def watching(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Find those of these modules that run before any converted layer does, and where their rows lie."""
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Find the modules that run before any converted layer does, and where their rows lie."""
         shapes, random = self.shapes_ahead, False
 
         def enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
@@ -87,7 +93,7 @@ class Probe(passes.Pass):
                 shapes[id(module)] = (ins, _shapes(output))
 
         handles: list[Any] = []
-        for module in modules if self.taint is None else ():
+        for module in plain_modules(model) if self.taint is None else ():
             handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             handles.append(module.register_forward_hook(leave, with_kwargs=True))
         try:
@@ -110,24 +116,24 @@ class Probe(passes.Pass):
 
     def visit(self, layer: Any, args: Any, kwargs: Any) -> Any:
         """Run a converted module's plain forward and note what came in and what went out."""
-        self.quiet.muted = True
-        try:
-            place = len(self.visits)
+        place, quiet = len(self.visits), self.quiet
+        with torch._C.DisableTorchFunction():  # sums of our own are none of the model's
             arrays = [padded(leaf) for leaf in arrays_of((args, kwargs))]
             shapes = [tuple(a.shape) for a in arrays]
-            here = Visit(layer.bayes_key, layer.bayes_name, shapes, tuple(a.dim() for a in arrays), layer.may_hold_rows)
+            here = Visit(layer.bayes_key, layer.bayes_name, shapes, tuple(map(len, shapes)), layer.may_hold_rows)
             self.visits.append(here)
             if self.before is not None:
                 self._compare(here, next(iter(self.before.visits[place:]), None), arrays)
-            self.inside.append(layer.bayes_key)
-            start, evaluates, self.quiet.muted = len(self.quiet.reads), self.quiet.evaluates, False
-            self.quiet.evaluates = evaluates and not any(hasattr(p, "own_statistics") for p in layer.posteriors())
-            try:
-                out = layer.plain_forward(args, kwargs)
-            finally:
-                self.inside.pop()
-                self.quiet.evaluates, self.quiet.muted = evaluates, True
-            here.reads = self.quiet.reads[start:]
+        self.inside.append(layer.bayes_key)
+        start, evaluates = len(quiet.reads), quiet.evaluates
+        quiet.evaluates = evaluates and not any(hasattr(p, "own_statistics") for p in layer.posteriors())
+        try:
+            out = layer.plain_forward(args, kwargs)
+        finally:
+            self.inside.pop()
+            quiet.evaluates = evaluates
+        with torch._C.DisableTorchFunction():
+            here.reads = quiet.reads[start:]
             here.outputs = [tuple(padded(leaf).shape) for leaf in arrays_of(out)]
             if self.before is None:
                 return out
@@ -141,8 +147,18 @@ class Probe(passes.Pass):
                 # Members see only their own rows: what one reads from all rows it would read from fewer.
                 raise Mixed(f"{here.name}: a number computed from all rows decides what it does")
             return self._tainted(out, earlier, here)
-        finally:
-            self.quiet.muted = False
+
+    def prints(self, x: Tensor, dim: int | None) -> Prints:
+        """Fingerprints of the n entries along `dim`: weighted sums, and their sizes, (n,) each; n is 1 without rows."""
+        if x.numel() == 0 or x.is_complex() or x.is_nested or x.layout is not torch.strided:
+            return None
+        lines = x.reshape(1, -1) if dim is None else x.movedim(dim, 0).reshape(x.shape[dim], -1)
+        lines = lines.float().nan_to_num(0.123, 7.7, -7.7)
+        at = lines.shape[1], x.device
+        if at not in self.weights:
+            self.weights[at] = torch.arange(at[0], device=x.device).mul(0.6180339887).frac_().add_(0.5)
+        sums = (lines * self.weights[at]).sum(1, dtype=torch.float64)
+        return sums, sums if self.taint is not None else lines.abs().sum(1, dtype=torch.float64)
 
     def _refuse_unshared(self, here: Visit, out: Any, inputs: list[Tensor]) -> None:
         """Each member makes its own of objects, and of what has no rows, such as a bias for all positions."""
@@ -164,7 +180,7 @@ class Probe(passes.Pass):
             for i, (a, b) in enumerate(zip(earlier.shapes, here.shapes, strict=True)):
                 if a != b:  # behind a single row that stood for all and was repeated
                     here.dims[i] = next(d for d in range(len(a)) if a[d] != b[d]) if len(a) == len(b) else None
-        here.prints = [prints_of(a, d) for a, d in zip(arrays, here.dims, strict=True)]
+        here.prints = [self.prints(a, d) for a, d in zip(arrays, here.dims, strict=True)]
 
     def _tainted(self, out: Any, earlier: Visit, here: Visit) -> Any:
         """An output changed in the tainted rows."""
@@ -181,26 +197,34 @@ class Probe(passes.Pass):
                 if not stands_for_all(here) or leaf.shape[0] != 1:
                     return leaf
                 leaf, dim = leaf.expand(self.rows, *leaf.shape[1:]), 0
-            rows = entries(mask, leaf.shape[dim], here.name).nonzero().flatten().to(leaf.device)
-            out = leaf.clone()  # in place, so that its memory format stays: others use other kernels
-            return out.index_copy_(dim, rows, out.index_select(dim, rows) * 1.25 + 0.125)
+            return torch.where(chosen(mask, leaf, dim, here.name), leaf * 1.25 + 0.125, leaf)
 
         return map_arrays(change, out)
 
 
-def entries(mask: Tensor, size: int, name: str) -> Tensor:
+def entries(mask: Mask, size: int, name: str) -> Mask:
     """Which of `size` entries belong to the rows of a mask; where none is a single row's, only halves are told apart.
 
     Example:
-        >>> entries(torch.tensor([False, True]), 4, "a layer")
-        tensor([False, False,  True,  True])
+        >>> entries(np.array([False, True]), 4, "a layer")
+        array([False, False,  True,  True])
     """
     rows = len(mask)
     if size % rows == 0:
-        return mask.repeat_interleave(size // rows)
-    if size % 2 or not torch.equal(mask[: rows // 2], ~mask[rows // 2 :]) or mask.diff().sum() != 1:
+        return mask.repeat(size // rows)
+    if size % 2 or (mask[: rows // 2] == mask[rows // 2 :]).any() or (mask[1:] != mask[:-1]).sum() != 1:
         raise Mixed(f"{name}: {size} entries for {rows} rows, none for each of them")
-    return mask[[0, -1]].repeat_interleave(size // 2)
+    return mask[[0, -1]].repeat(size // 2)
+
+
+def chosen(mask: Mask, x: Tensor, dim: int, name: str) -> Tensor:
+    """The entries of x along `dim` that belong to the rows of a mask, as flags that broadcast against x.
+
+    >>> chosen(np.array([False, True]), torch.ones(3, 4), 1, "a layer")
+    tensor([[False, False,  True,  True]])
+    """
+    rows = torch.from_numpy(entries(mask, x.shape[dim], name)).to(x.device)
+    return rows.view([-1 if d == dim else 1 for d in range(x.dim())])
 
 
 def stands_for_all(visit: Visit) -> bool:
@@ -218,38 +242,18 @@ def doubled(a: tuple[int, ...], b: tuple[int, ...], name: str) -> int | None:
     return found[0]
 
 
-def prints_of(x: Tensor, dim: int | None) -> Tensor | None:
-    """Fingerprints (2, n): weighted sums of the n entries along `dim`, and their sizes; n is 1 without rows."""
-    if x.numel() == 0 or x.is_complex() or x.is_nested or x.layout is not torch.strided:
-        return None
-    numbers = x.detach().float().nan_to_num(0.123, 7.7, -7.7).contiguous()
-    weights = torch.arange(numbers.numel(), device=x.device).mul(0.6180339887).frac_().add_(0.5).view(numbers.shape)
-
-    def along(values: Tensor) -> Tensor:
-        lines = values.reshape(1, -1) if dim is None else values.movedim(dim, 0).reshape(values.shape[dim], -1)
-        return lines.sum(1, dtype=torch.float64)
-
-    return torch.stack([along(numbers * weights), along(numbers.abs())])
-
-
-def packed_in(whole: PackedSequence, other: Tensor, mask: Tensor) -> PackedSequence:
+def packed_in(whole: PackedSequence, other: Tensor, mask: Mask) -> PackedSequence:
     """A packed sequence with other numbers in the rows of a mask."""
     order = torch.arange(int(whole.batch_sizes[0])) if whole.sorted_indices is None else whole.sorted_indices.cpu()
-    chosen = mask[torch.cat([order[: int(n)] for n in whole.batch_sizes])].to(whole.data.device)
-    return whole._replace(data=torch.where(chosen.view(-1, *[1] * (whole.data.dim() - 1)), other, whole.data))
+    rows = mask[torch.cat([order[: int(n)] for n in whole.batch_sizes]).numpy()]
+    return whole._replace(data=torch.where(chosen(rows, whole.data, 0, ""), other, whole.data))
 
 
-def equal_prints(a: Tensor, b: Tensor) -> bool:
-    """Whether two fingerprints (sum, size) are the same, up to the last digits of atomic additions on a GPU."""
-    slack = 1e-7 if a.is_cuda else 1e-13
-    return bool((a - b).abs()[0] <= slack * torch.maximum(a[1], b[1]))
-
-
-def some_rows(rows: int) -> Tensor:
+def some_rows(rows: int) -> Mask:
     """A mask of about every second row and the last, without a pattern that a model could share, unless few."""
-    mask = torch.randint(2, (rows,), generator=torch.Generator().manual_seed(rows)) > 0
+    mask = torch.randint(2, (rows,), generator=torch.Generator().manual_seed(rows)).numpy() > 0
     mask[0], mask[-1] = False, True
-    return torch.arange(rows) % 2 > 0 if rows <= 8 else mask
+    return np.arange(rows) % 2 > 0 if rows <= 8 else mask
 
 
 def other_numbers(x: Tensor, dim: int, moved: bool, steps: bool = True) -> Tensor:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
@@ -28,19 +29,20 @@ from slimbayes.engine import noise, passes, trial
 from slimbayes.engine.layout import Dims, Layout, arrays_of, leaves_of, map_arrays, padded, tree_map
 from slimbayes.engine.probe import (
     Continues,
+    Mask,
     Mixed,
+    Prints,
     Probe,
+    chosen,
     doubled,
     entries,
-    equal_prints,
     other_numbers,
     packed_in,
-    prints_of,
     some_rows,
     stands_for_all,
 )
 from slimbayes.engine.quiet import Quiet, inside_func, is_captured
-from slimbayes.engine.state import restoring_state
+from slimbayes.engine.state import Trials
 from slimbayes.engine.tree import open_objects, stack_draws, without_cache
 
 
@@ -56,9 +58,9 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
         )
     first, mixed, keeps, looped = "", False, False, False
     inputs = tree_map(without_cache, inputs)
-    with trial.undisturbed(model, inputs):
+    with trial.undisturbed(model, inputs) as trials:
         for tried, guess in enumerate(trial.candidate_layouts(inputs, batch_dim)):
-            proof, along = Proof(model, inputs, posteriors, guess), (guess.lead or (0, 0))[1]
+            proof, along = Proof(trials, inputs, posteriors, guess), (guess.lead or (0, 0))[1]
             try:
                 layout = proof.run()
             except Continues as error:
@@ -88,7 +90,7 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
         # Inputs that the model cannot take say nothing about others of their kind: the call itself will fail.
         fails = False
         try:
-            trial.run_probe(model, posteriors, inputs, 1)
+            trial.run_probe(trials, posteriors, inputs, 1)
         except Exception as error:
             fails = not isinstance(error, Mixed)
     lead = next((h.lead for h in trial.candidate_layouts(inputs, batch_dim)), None)
@@ -99,8 +101,9 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
 class Proof:
     """The runs and the comparisons, for one hypothesis."""
 
-    def __init__(self, model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout) -> None:
-        self.model, self.posteriors, self.layout = model, posteriors, layout
+    def __init__(self, trials: Trials, inputs: Any, posteriors: Sequence[Any], layout: Layout) -> None:
+        self.trials, self.posteriors, self.layout = trials, posteriors, layout
+        self.tolerance = trial.tolerance(trials.model)
         # Of a single row nothing can be told apart.
         self.alone = inputs if self.layout.rows(inputs) == 1 else None
         self.inputs = self.layout.tile(inputs, 2) if self.alone is not None else inputs
@@ -114,13 +117,13 @@ class Proof:
         layout.most = layout.size(self.inputs, 2)
         single, out1 = self._probe(self.inputs)
         layout.keeps, layout.objects = bool(single.changes), single.objects
-        if lasts := trial.what_lasts(self.model, self.posteriors, self.inputs, single, out1):
+        if lasts := trial.what_lasts(self.trials, self.posteriors, self.inputs, single, out1):
             raise Continues(f"it keeps {lasts!r} from one call for the next, which draws cannot share")
         double, out2 = self._probe(layout.tile(self.inputs, 2), single)
         layout.outputs = self._outputs(arrays_of(out1), arrays_of(out2), leaves_of(out1), leaves_of(out2))
         layout.made = self.rows, [tuple(padded(a).shape) for a in arrays_of(out1)]
         layout.ahead, layout.random = double.ahead, single.quiet.random
-        second, some = torch.arange(2 * self.rows) >= self.rows, some_rows(2 * self.rows)
+        second, some = np.arange(2 * self.rows) >= self.rows, some_rows(2 * self.rows)
         self._collect(self._change(second, double, out2))
         self._change(~second, double, out2)
         layout.folds = True
@@ -142,7 +145,7 @@ class Proof:
         except Exception:
             return False
 
-    def _change(self, mask: Tensor, plain: Probe, out: Any) -> Probe:
+    def _change(self, mask: Mask, plain: Probe, out: Any) -> Probe:
         """Run [x, x] with other numbers in some rows, and refuse if the others feel it."""
         try:
             tainted, changed = self._probe(self._altered(mask), plain, mask)
@@ -185,9 +188,9 @@ class Proof:
                     self.layout.folds = not ahead
                     raise Mixed(f"{name} changes when {when}")
 
-    def _probe(self, inputs: Any, before: Probe | None = None, mask: Tensor | None = None) -> tuple[Probe, Any]:
+    def _probe(self, inputs: Any, before: Probe | None = None, mask: Mask | None = None) -> tuple[Probe, Any]:
         rows = self.rows * (1 if before is None else 2)
-        return trial.run_probe(self.model, self.posteriors, inputs, rows, before, mask)
+        return trial.run_probe(self.trials, self.posteriors, inputs, rows, before, mask)
 
     def _outputs(self, first: list[Any], second: list[Any], flat1: list[Any], flat2: list[Any]) -> Dims:
         if len(first) != len(second):
@@ -205,7 +208,7 @@ class Proof:
             dims.append(dim)
         return tuple(dims)
 
-    def _altered(self, mask: Tensor, steps: bool = True) -> Any:
+    def _altered(self, mask: Mask, steps: bool = True) -> Any:
         """[x, x] with other numbers in some rows; with `steps`, whole numbers move within a row, too."""
         between = not self.layout.folds
 
@@ -217,15 +220,14 @@ class Proof:
                 return packed_in(leaf, leaf.data * 0.7 + 0.37, mask)
             if leaf.shape[dim] == 1 != self.rows:
                 return leaf
-            chosen = entries(mask, leaf.shape[dim], f"input {i}").to(leaf.device)
             # Indices and lengths go to other rows of their half: the longest row of a batch stays the longest.
             other = torch.cat([other_numbers(half, dim, between, steps) for half in leaf.chunk(2, dim)], dim)
-            return torch.where(chosen.view([-1 if d == dim else 1 for d in range(leaf.dim())]), other, leaf)
+            return torch.where(chosen(mask, leaf, dim, f"input {i}"), other, leaf)
 
         return map_arrays(alter, self.layout.tile(self.inputs, 2))
 
     def _feels(
-        self, mask: Tensor, plain: Probe, tainted: Probe, out: list[Any], out_tainted: list[Any], dims: Dims
+        self, mask: Mask, plain: Probe, tainted: Probe, out: list[Any], out_tainted: list[Any], dims: Dims
     ) -> None:
         """Refuse if anything outside the changed rows differs.
 
@@ -234,22 +236,23 @@ class Proof:
         """
         for a, b in zip(plain.visits, tainted.visits, strict=True):
             for i, (p, q) in enumerate(zip(a.prints, b.prints, strict=True)):
-                if p is not None and q is not None and a.shapes[i] == b.shapes[i]:
+                if a.shapes[i] == b.shapes[i]:
                     self._check(mask, p, q, b.dims[i], f"{a.name}: rows of its input mix with those of other draws")
         for i, (x, y, dim) in enumerate(zip(map(padded, out), map(padded, out_tainted), dims, strict=True)):
             if x.shape != y.shape:
                 raise Mixed(f"output {i} changes its shape when a single row is repeated for each draw")
-            p, q = prints_of(x, dim), prints_of(y, dim)
-            if p is not None and q is not None:
-                rowless = "" if dim is not None else ", which has no rows,"
-                self._check(mask, p, q, dim, f"output {i}{rowless} mixes rows of different draws")
+            rowless = "" if dim is not None else ", which has no rows,"
+            said = f"output {i}{rowless} mixes rows of different draws"
+            self._check(mask, plain.prints(x, dim), tainted.prints(y, dim), dim, said)
 
-    def _check(self, mask: Tensor, p: Tensor, q: Tensor, dim: int | None, message: str) -> None:
-        """Compare fingerprints outside the changed rows."""
-        if dim is not None:
-            kept = ~entries(mask, p.shape[1], message).to(p.device)
-            p, q = p[:, kept], (q[:, kept] if p.shape == q.shape else q)
-        if p.shape != q.shape or not equal_prints(p.sum(1), q.sum(1)):
+    def _check(self, mask: Mask, p: Prints, q: Prints, dim: int | None, message: str) -> None:
+        """Compare fingerprints outside the changed rows, up to the last digits of atomic additions on a GPU."""
+        if p is None or q is None:
+            return
+        plain, size, changed = (part.cpu().numpy() for part in (*p, q[0]))
+        kept = slice(None) if dim is None else ~entries(mask, len(plain), message)
+        slack = (1e-7 if p[0].is_cuda else 1e-13) * size[kept].sum()
+        if plain.shape != changed.shape or not (abs(plain - changed)[kept] <= slack).all():
             raise Mixed(message.replace("draws", "rows") if self.layout.folds else message)
 
     def _collect(self, probe: Probe) -> None:
@@ -277,24 +280,26 @@ class Proof:
         if not self.posteriors:
             return
         new = noise.draw(self.posteriors, passes.Pass(2, 2 * self.rows, rowwise=self.layout.apart))
-        with Quiet(not self.model.training), trial.no_autocast({p.device.type for p in self.posteriors}):
-            folded = new.view(new.rows, self.layout)
-            passes.run(folded, noise.realise, self.posteriors, folded)
-            args, kwargs = trial.copy_inputs(self.layout.tile(self.inputs, 2))
-            with restoring_state(self.model):
-                out = tree_map(padded, open_objects(passes.run(folded, self.model, *args, **kwargs)))
-                together = arrays_of(self.layout.split(out, 2, self.rows))
-            parts = []
-            for j in range(2):
-                args, kwargs = trial.copy_inputs(self.inputs)
-                one = new.single(j, self.layout)
-                passes.run(one, noise.realise, self.posteriors, one)
-                with restoring_state(self.model):
-                    parts.append(tree_map(padded, open_objects(passes.run(one, self.model, *args, **kwargs))))
+        out = self._drawn(new.view(new.rows, self.layout), self.layout.tile(self.inputs, 2))
+        together = arrays_of(self.layout.split(out, 2, self.rows))
+        parts = [self._drawn(new.single(j, self.layout), self.inputs) for j in range(2)]
         for i, (a, b) in enumerate(zip(together, arrays_of(stack_draws(parts)), strict=True)):
             if not self._close(a, b):
                 off = f"{trial.relative_difference(a, b):.2g} of its size"
                 raise Mixed(f"output {i} of folded draws differs from that of single ones by {off}")
 
+    def _drawn(self, new: passes.Pass, inputs: Any) -> Any:
+        """What the model gives with the draws of a pass, and nothing else at random."""
+        model, (args, kwargs) = self.trials.model, trial.copy_inputs(inputs)
+        devices = {p.device.type for p in self.posteriors}
+        try:
+            with trial.no_autocast(devices):
+                passes.run(new, noise.realise, self.posteriors, new)
+                with Quiet(not model.training, self.trials):
+                    out = passes.run(new, model, *args, **kwargs)
+            return tree_map(padded, open_objects(out))
+        finally:
+            self.trials.restore()
+
     def _close(self, a: Tensor, b: Tensor) -> bool:
-        return a.shape == b.shape and trial.relative_difference(a, b) <= trial.tolerance(self.model)
+        return a.shape == b.shape and trial.relative_difference(a, b) <= self.tolerance

@@ -36,16 +36,27 @@ _READ = {"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "is_
 _READ |= _COMPARES | {"any", "all", "isclose", "numpy", "__array__"}
 _FACTS = {"__get__", "size", "dim", "ndimension", "numel", "stride", "type"}
 _FACTS |= {"is_floating_point", "is_complex", "is_contiguous", "element_size"}
+_WRITES = {"__set__", "__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow"))}
+_OTHERS = {
+    "multinomial",
+    "gumbel_softmax",
+    "scaled_dot_product_attention",
+    "multi_head_attention_forward",
+    "batch_norm",
+}
+_LOOKED_AT = _INDEXED | _READ | _DROPOUT | {*_RANDOM} | _RECURRENT | _WRITES | _OTHERS
 
 
 class Quiet(TorchFunctionMode):
-    """Open it around a forward; `random` tells afterwards whether anything random was asked for."""
+    """Open it around a forward; `random` tells afterwards whether anything random was asked for. With `trials`, which
+    put back what a forward wrote to, it tells them of writes.
+    """
 
-    def __init__(self, evaluates: bool = False) -> None:
+    def __init__(self, evaluates: bool = False, trials: Any = None) -> None:
         super().__init__()
+        self.trials = trials
         self.evaluates = evaluates  # in eval mode only a norm without running statistics looks at other rows
         self.random = False
-        self.muted = False  # while the proof does its own sums
         # Numbers that decide something: what is compared, asked for or counted outside of tensors.
         self.reads: list[float] = []
         # Flags and counts that come of comparing many numbers, by identity, and the sum of these: whether all rows are
@@ -63,8 +74,12 @@ class Quiet(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if self.muted:
+        writes = name in _WRITES or (name[-1:] == "_" and name[-2:] != "__")
+        if not (name in _LOOKED_AT or writes or self.watched or self.compared or "out" in kwargs):
             return func(*args, **kwargs)
+        if self.trials is not None:
+            for target in [args[0] if args else kwargs.get("input")] * writes + [kwargs.get("out")]:
+                self.trials.note_write(target)
         if self.watched and name not in _FACTS:
             self._note_uses([*args, *kwargs.values()])
         if self.watched and name == "__get__":  # a shape or a type is no use of a weight, but weight.T is

@@ -28,9 +28,8 @@ def plain_modules(model: nn.Module) -> list[nn.Module]:
     def visit(module: nn.Module) -> None:
         if hasattr(type(module), "plain_forward") or isinstance(module, ScriptModule):
             return
-        heavy = any(p.dim() > 1 for p in module.parameters())
-        if heavy and passes.first_key(module) is None and type(module).forward is not nn.Module.forward:
-            found.append(module)
+        if passes.first_key(module) is None and type(module).forward is not nn.Module.forward:
+            found.extend([module] * any(p.dim() > 1 for p in module.parameters()))
             return
         for child in module.children():
             visit(child)

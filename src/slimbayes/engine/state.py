@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from operator import is_
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from slimbayes.engine.modules import Keyed, has_known_class, modules_of
@@ -29,7 +27,7 @@ Change = dict[tuple[int, str], tuple[Any, bool]]
 
 
 class State:
-    """What the modules of a model keep at one moment; with `every`, torch's own, too, whose statistics all draws share.
+    """What the modules of a model keep at one moment, but for torch's own, whose statistics all draws share.
 
     Example:
         >>> class Counts(nn.Module):
@@ -44,14 +42,16 @@ class State:
         (['seen'], None, 0)
     """
 
-    def __init__(self, model: nn.Module, every: bool = False) -> None:
+    every = False  # whether buffers of torch's own modules count, too
+
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
         found = modules_of(model)
         own = [m for m in found if not (isinstance(m, (Keyed, nn.ModuleDict)) or has_known_class(m))]
         self.own = len(own)  # modules whose attributes count, too; of the others only buffers do
         known = set(map(id, own))
-        self.modules = own + ([m for m in found if m._buffers and id(m) not in known] if every else [])
-        self.every, self.before = every, self._now()
+        self.modules = own + ([m for m in found if m._buffers and id(m) not in known] if self.every else [])
+        self.before = self._now()
         self.hooks = [(held, set(held)) for m in found for held in (m._forward_pre_hooks, m._forward_hooks)]
         inside = _reached(v for kept in self.before for v in kept.values())
         self.values = {key: (v, _copy(v), _version(v)) for key, v in inside.items() if not isinstance(v, tuple)}
@@ -75,7 +75,7 @@ class State:
 
     def _hooked(self) -> list[tuple[int, Any, int]]:
         """Hooks that came since and are not ours: models that collect what their parts give put them up in a call."""
-        new = [(i, held, n) for i, (held, old) in enumerate(self.hooks) for n in sorted(held.keys() - old)]
+        new = [(i, held, n) for i, (held, old) in enumerate(self.hooks) for n in held if n not in old]
         return [(i, held, n) for i, held, n in new if not str(held[n].__module__).startswith("slimbayes.")]
 
     def _written(self, key: int) -> Iterator[tuple[Any, Any]]:
@@ -130,27 +130,25 @@ class State:
                             _fill(value, old)
 
 
-class Parameters(TorchFunctionMode):
-    """Parameters that are written to, as target networks are in a forward, are afterwards as they were; not those of
-    FSDP2, which writes to them itself.
+class Trials(State):
+    """What trials of a model leave as it was: what modules keep, torch's own included, parameters that are written to,
+    as target networks are in a forward (not those of FSDP2, which writes to them itself), and random numbers of Python,
+    numpy and the modules' own.
     """
 
+    every = True
+
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.sharded = any(hasattr(type(m), "unshard") for m in model.modules())
+        super().__init__(model)
+        self.random = random.getstate(), np.random.get_state()
+        own = [v for held in self.before for v in held.values() if isinstance(v, torch.Generator)]
+        self.generators = [(generator, generator.get_state()) for generator in own]
+        self.sharded = any(hasattr(type(m), "unshard") for m in modules_of(model))
         self.places: dict[int, list[nn.Parameter]] = {}
         self.written: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # parameter, its numbers, and a copy of these
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in _WRITES or (name[-1:] == "_" and name[-2:] != "__"):
-            self._keep(args[0] if args else kwargs.get("input"))
-        if "out" in kwargs:
-            self._keep(kwargs["out"])
-        return func(*args, **kwargs)
-
-    def _keep(self, target: Any) -> None:
+    def note_write(self, target: Any) -> None:
+        """Keep the numbers of parameters that are about to be written to."""
         for one in target if isinstance(target, (list, tuple)) else [target]:
             if self.sharded or type(one) not in (Tensor, nn.Parameter) or inside_func() or not _comparable(one.data):
                 continue
@@ -160,31 +158,15 @@ class Parameters(TorchFunctionMode):
             for p in self.places.get(one.untyped_storage().data_ptr(), ()):
                 self.written.setdefault(id(p), (p, p.data, p.data.clone()))
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    def restore(self) -> None:
+        super().restore()
         for p, data, old in self.written.values():
             p.data = data
             data.copy_(old)
-
-
-_WRITES = {"__set__", "__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow"))}
-
-
-@contextmanager
-def restoring_state(model: nn.Module) -> Iterator[State]:
-    """What modules keep and parameters are afterwards as they were, as are random numbers of Python, numpy and the
-    modules' own.
-    """
-    state, python, arrays = State(model, every=True), random.getstate(), np.random.get_state()
-    own = [(v, v.get_state()) for held in state.before for v in held.values() if isinstance(v, torch.Generator)]
-    try:
-        with Parameters(model):
-            yield state
-    finally:
-        state.restore()
-        random.setstate(python)
-        np.random.set_state(arrays)
-        for generator, numbers in own:
+        self.written = {}
+        random.setstate(self.random[0])
+        np.random.set_state(self.random[1])
+        for generator, numbers in self.generators:
             generator.set_state(numbers)
 
 
@@ -233,7 +215,7 @@ def same_changes(a: Change, b: Change) -> bool:
 
 def _kept(module: nn.Module) -> dict[str, Any]:
     """Buffers, and attributes that not every module has."""
-    own = {n: v for n, v in module.__dict__.items() if not (n.startswith("_slimbayes") or n in _OF_ALL)}
+    own = {n: v for n, v in module.__dict__.items() if not (n in _OF_ALL or n.startswith("_slimbayes"))}
     return {**own, **module._buffers}
 
 

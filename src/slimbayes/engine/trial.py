@@ -19,10 +19,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes
 from slimbayes.engine.layout import Dims, Layout, arrays_of, leaves_of, map_arrays, padded, tree_map
-from slimbayes.engine.probe import Mixed, Probe, other_numbers
+from slimbayes.engine.probe import Mask, Mixed, Probe, other_numbers
 from slimbayes.engine.quiet import Quiet, inside_func
-from slimbayes.engine.sharing import plain_modules
-from slimbayes.engine.state import State, restoring_state, same_changes
+from slimbayes.engine.state import State, Trials, same_changes
 from slimbayes.engine.tree import UNORDERED, attributes_of, open_objects, without_cache
 from slimbayes.errors import SlimbayesWarning
 
@@ -56,20 +55,21 @@ def on_trial() -> bool:
 
 
 @contextmanager
-def undisturbed(model: nn.Module, inputs: Any) -> Iterator[None]:
+def undisturbed(model: nn.Module, inputs: Any) -> Iterator[Trials]:
     """Random numbers, what modules keep, and gradients are afterwards as they were. Compiled parts run as they were
     written: each trial would be compiled anew. Distributions do not look at their parameters: whether all rows' are
     valid would seem to lead the model.
     """
     devices = sorted({a.device.index or 0 for a in map(padded, arrays_of(inputs)) if a.is_cuda})
-    with torch.no_grad(), restoring_state(model), torch.random.fork_rng(devices), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        token = _UNDER_WAY.set(True)
-        try:
-            with torch.compiler.set_stance("force_eager"), without_validation():
-                yield
-        finally:
-            _UNDER_WAY.reset(token)
+    trials, token = Trials(model), _UNDER_WAY.set(True)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings(), without_validation():
+            warnings.simplefilter("ignore")
+            with torch.compiler.set_stance("force_eager"):
+                yield trials
+    finally:
+        trials.restore()
+        _UNDER_WAY.reset(token)
 
 
 @contextmanager
@@ -82,15 +82,15 @@ def no_autocast(devices: set[str]) -> Iterator[None]:
 
 
 def run_probe(
-    model: nn.Module,
+    trials: Trials,
     posteriors: Sequence[Any],
     inputs: Any,
     rows: int,
     before: Probe | None = None,
-    taint: Tensor | None = None,
+    taint: Mask | None = None,
 ) -> tuple[Probe, Any]:
     """Run the plain model once, with everything random in it made constant: what was met, and the outputs."""
-    probe, out = _run_probe(model, posteriors, inputs, rows, before, taint)
+    probe, out = _run_probe(trials, posteriors, inputs, rows, before, taint)
     if probe.quiet.used:
         raise Mixed(f"the weight of {next(iter(probe.quiet.used))} is used past the layer's own forward")
     if before is not None and len(before.visits) != len(probe.visits):
@@ -99,27 +99,24 @@ def run_probe(
 
 
 def _run_probe(
-    model: nn.Module,
+    trials: Trials,
     posteriors: Sequence[Any],
     inputs: Any,
     rows: int = 1,
     before: Probe | None = None,
-    taint: Tensor | None = None,
+    taint: Mask | None = None,
 ) -> tuple[Probe, Any]:
-    quiet = Quiet(not model.training)
+    quiet = Quiet(not trials.model.training, trials)
     probe = Probe([p.key for p in posteriors], quiet, before, taint)
     probe.rows = rows
     args, kwargs = copy_inputs(inputs)
-    devices = {p.device.type for p in posteriors} or {"cpu"}
-    with restoring_state(model) as state, quiet, no_autocast(devices), probe.watching(plain_modules(model)):
-        out = passes.run(probe, model, *args, **kwargs)
-        quiet.muted = True
-        leaves = leaves_of(out)
-        probe.objects, out = (
-            any(isinstance(leaf, UNORDERED) or attributes_of(leaf) for leaf in leaves),
-            open_objects(out),
-        )
-        probe.changes = state.changes() if before is None else {}
+    try:
+        with probe.watching(trials.model), quiet, no_autocast({p.device.type for p in posteriors} or {"cpu"}):
+            out = passes.run(probe, trials.model, *args, **kwargs)
+        probe.objects = any(isinstance(leaf, UNORDERED) or attributes_of(leaf) for leaf in leaves_of(out))
+        probe.changes, out = trials.changes() if before is None else {}, open_objects(out)
+    finally:
+        trials.restore()
     return probe, out
 
 
@@ -167,21 +164,21 @@ def _tell_of_ties(modules: Sequence[nn.Module]) -> None:
 def _marked(model: nn.Module, posteriors: Sequence[Any], inputs: Any, state: State) -> bool:
     """Mark what a call left in the modules that spares the next one a converted layer; says whether there is any."""
     after, inputs = state.changes(), tree_map(without_cache, inputs)
-    with undisturbed(model, inputs):
-        try:
-            state.restore()
-            first, found = _run_probe(model, posteriors, inputs)[0], []
+    state.restore()
+    try:
+        with undisturbed(model, inputs) as trials:
+            first, found = _run_probe(trials, posteriors, inputs)[0], []
             for changes in (first.changes, *({place: change} for place, change in first.changes.items())):
-                state.write(changes)
-                spared = _count_uses(first) - _count_uses(_run_probe(model, posteriors, inputs)[0])
+                trials.write(changes)
+                spared = _count_uses(first) - _count_uses(_run_probe(trials, posteriors, inputs)[0])
                 if not spared and changes is first.changes:
                     break
                 found += [*changes] if spared and len(changes) == 1 else []
-            state.mark(found)
-        except Exception:  # inputs that the model has written into, or a state that does not fit them any more
-            return False
-        finally:
-            state.write(after)
+        state.mark(found)
+    except Exception:  # inputs that the model has written into, or a state that does not fit them any more
+        return False
+    finally:
+        state.write(after)
     return bool(found)
 
 
@@ -195,20 +192,20 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "")
 
 
-def what_lasts(model: nn.Module, posteriors: Sequence[Any], inputs: Any, first: Probe, out: Any) -> str | None:
+def what_lasts(trials: Trials, posteriors: Sequence[Any], inputs: Any, first: Probe, out: Any) -> str | None:
     """The name of what a run left in the modules, if it depends on the inputs and changes what a second one gives."""
     if not first.changes:
         return None
-    with restoring_state(model) as state:
-        name = state.names(first.changes)[0]
-        other = map_arrays(lambda i, a: other_numbers(a, 0, True) if isinstance(a, Tensor) and a.dim() else a, inputs)
-        try:
-            if same_changes(first.changes, run_probe(model, posteriors, other, first.rows)[0].changes):
-                return None
-            state.write(first.changes)
-            again = arrays_of(run_probe(model, posteriors, inputs, first.rows)[1])
-        except Exception:  # a state that does not fit the inputs any more
-            return name
+    name = trials.names(first.changes)[0]
+    other = map_arrays(lambda i, a: other_numbers(a, 0, True) if isinstance(a, Tensor) and a.dim() else a, inputs)
+    try:
+        if same_changes(first.changes, run_probe(trials, posteriors, other, first.rows)[0].changes):
+            return None
+        trials.write(first.changes)
+        again = arrays_of(run_probe(trials, posteriors, inputs, first.rows)[1])
+    except Exception:  # a state that does not fit the inputs any more
+        trials.restore()
+        return name
     pairs = list(zip(map(padded, arrays_of(out)), map(padded, again), strict=False))
     alike = len(arrays_of(out)) == len(again) and all(
         a.shape == b.shape and relative_difference(a, b) < 1e-6 for a, b in pairs
@@ -218,7 +215,7 @@ def what_lasts(model: nn.Module, posteriors: Sequence[Any], inputs: Any, first: 
 
 def relative_difference(a: Tensor, b: Tensor) -> float:
     """Largest difference relative to the largest number."""
-    if a.numel() == 0:
+    if a.numel() == 0 or torch.equal(a, b):
         return 0.0
     if not a.is_floating_point():
         return float((a != b).any())
@@ -228,11 +225,11 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
 
 def tolerance(model: nn.Module) -> float:
     """How far apart outputs may be that ought to be the same."""
-    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if kinds & {torch.bfloat16, torch.float16}:
+    kinds = {(p.dtype, p.is_cuda) for p in model.parameters() if p.is_floating_point()}
+    types = {dtype for dtype, _ in kinds}
+    if types & {torch.bfloat16, torch.float16}:
         return 0.1
-    on_gpu = any(p.is_cuda for p in model.parameters())
-    return 1e-6 if kinds == {torch.float64} else 1e-2 if on_gpu else 1e-3
+    return 1e-6 if types == {torch.float64} else 1e-2 if any(on_gpu for _, on_gpu in kinds) else 1e-3
 
 
 def candidate_layouts(inputs: Any, batch_dim: int | None) -> Iterator[Layout]:

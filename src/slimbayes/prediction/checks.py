@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from slimbayes.engine import calls
 from slimbayes.engine.layout import arrays_of
+from slimbayes.engine.quiet import Quiet
 from slimbayes.engine.trial import undisturbed
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.layers.base import BayesLayer
@@ -159,7 +160,7 @@ def _misfit(model: nn.Module, args: Any, kwargs: Any) -> str | None:
             name = next(n for n, m in model.named_modules() if m is module)
             found.append(f"The model's layer {name!r} {why}" if name else f"The model {why}")
 
-    with suppress(Exception), ExitStack() as hooks, undisturbed(model, (args, kwargs)):
+    with suppress(Exception), ExitStack() as hooks, undisturbed(model, (args, kwargs)) as trials, Quiet(trials=trials):
         for module in model.modules():
             hooks.enter_context(module.register_forward_pre_hook(look))
         model(*args, **kwargs)
