@@ -66,9 +66,10 @@ audit: .tools/ready
 	.tools/bin/pip-audit --require-hashes --disable-pip --requirement requirements.lock
 	echo $(TORCH) | .tools/bin/pip-audit --no-deps --disable-pip --requirement /dev/stdin
 
-# What a CPU can do of it, in a few minutes.
+# What a CPU can do of it, in a few minutes; docs/performance.md takes its rows on a CPU from there.
 bench: .venv/ready
-	$(RUN) benchmarks/gpu.py --sizes cpu
+	$(RUN) benchmarks/gpu.py --sizes cpu --out results/benchmarks/cpu.json
+	$(RUN) benchmarks/gpu.py --table results/benchmarks/gpu_h200.json
 
 # Every number of docs/performance.md, rivals included, in under nine minutes of one H200: pip install -e ".[benchmarks]"
 bench-gpu: .venv/ready

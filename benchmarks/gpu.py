@@ -1,7 +1,7 @@
 """What Bayesian steps cost beside plain ones and rivals, and how that grows: every number of docs/performance.md.
 
     python benchmarks/gpu.py [--only REGEX] [--limit-seconds 520] [--out FILE] [--resume FILE]
-    python benchmarks/gpu.py --table FILE      write docs/performance.md from a record
+    python benchmarks/gpu.py --table FILE      write docs/performance.md from a record, and from cpu.json beside it
     python benchmarks/gpu.py --build           only fill the compiler's cache, while the machine is busy otherwise
     python benchmarks/gpu.py --resume FILE --again REGEX      measure some jobs of a record anew
     python benchmarks/gpu.py --sizes cpu       cases that a CPU can do (make bench); --sizes tiny for a look at all
@@ -438,7 +438,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
         parser.add_argument(name, type=str if name == "--job" else Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.table:
-        args.page.write_text(performance_page.page(json.loads(args.table.read_text())))
+        files = [args.table, *args.table.parent.glob("cpu.json")]
+        args.page.write_text(performance_page.page(*(json.loads(file.read_text()) for file in files)))
         return None
     if args.job:
         run_job(args.job, args)

@@ -15,9 +15,9 @@ from typing import Any
 
 import gpu_rivals as rivals
 import torch
-import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 
 import slimbayes as sb
 from slimbayes import models
@@ -26,6 +26,9 @@ from slimbayes.train.recorded import record
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 K = 4
+# torch 2.11 fails an assertion of its own where this fuses batch norm's sums over rows with a rival's factors. Given
+# with each call: of the compiler's config each thread has its own, and a backward pass may be compiled in another.
+_OPTIONS = {"triton.mix_order_reduction": False} if hasattr(inductor.triton, "mix_order_reduction") else {}
 Call = Callable[..., Any]
 
 
@@ -130,7 +133,8 @@ class Trial:
         recorded = compiled and device.type == "cuda"
         self.optimizer = torch.optim.Adam(trained, lr=1e-4, fused=True, capturable=recorded)
         # Sizes change between variants only: dynamic=False keeps later ones' sizes from being symbolic.
-        compiler = partial(sb.compiled if variant.ours else torch.compile, dynamic=False) if compiled else lambda f: f
+        how = partial(sb.compiled if variant.ours else torch.compile, dynamic=False, options=_OPTIONS)
+        compiler: Call = how if compiled else lambda f: f
         self.call = self.model
         if compiled:  # rows are located on real inputs: not while the compiler traces
             with torch.no_grad(), self.autocast:
@@ -171,12 +175,9 @@ class Trial:
 
 
 def settle() -> None:
-    """What the compiler needs for many variants of one code."""
+    """What the compiler needs for many variants of one code, in the thread that calls it."""
     # All variants share the code that is compiled, and each adds two versions; past the default 8 they run eagerly.
     torch._dynamo.config.recompile_limit = 64
-    # torch 2.11 fails an assertion of its own where this fuses batch norm's sums over rows with a rival's factors.
-    if hasattr(torch._inductor.config.triton, "mix_order_reduction"):
-        torch._inductor.config.triton.mix_order_reduction = False
 
 
 # --- the variants
@@ -208,6 +209,7 @@ def patched(cross: bool) -> Variant:
 
 
 PLAIN = {"plain": Variant()}
+WHOLE_PLAIN = {"plain": Variant(whole=True)}  # its loss is compiled as ours, beside losses that are compiled whole
 RANK1 = {
     "rank-1 per example": ours(sb.Rank1(members=K)),
     "rank-1 per member": ours(sb.Rank1(members=K, draws="member")),
@@ -308,17 +310,16 @@ CASES = {
     # Rivals get their losses compiled too: what is compared with the fastest of ours must have the same chances.
     "dense": Case(
         _DENSE,
-        PLAIN | DENSE | BAYESIAN_TORCH | TU_BAYES | whole(DENSE_TIED | BAYESIAN_TORCH | TU_BAYES),
+        WHOLE_PLAIN | DENSE | BAYESIAN_TORCH | TU_BAYES | whole(DENSE_TIED | BAYESIAN_TORCH | TU_BAYES),
     ),
     "mlp": Case(
         _MLP,
-        PLAIN | RANK1 | BATCH | BAYESIAN_TORCH | whole(RANK1 | BATCH | BAYESIAN_TORCH),
+        WHOLE_PLAIN | RANK1 | BATCH | BAYESIAN_TORCH | whole(RANK1 | BATCH | BAYESIAN_TORCH),
         ("train", "predict"),
     ),
-    # The plain loss is compiled whole, too: on a CPU that is faster than to compile the network alone.
     "small": Case(
         {"gpu": _SMALL, "cpu": _SMALL, "tiny": _SMALL},
-        {"plain": Variant(whole=True)} | RANK1 | whole(RANK1),
+        WHOLE_PLAIN | RANK1 | whole(RANK1),
         device="cpu",
     ),
 }  # fmt: skip

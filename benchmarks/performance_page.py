@@ -15,6 +15,7 @@ MEMORY = {
     "wrn-rank1": " The gradient of a factor of outputs needs what a convolution gave before the factor met it, where a "
     "plain residual block keeps the sum alone: one activation more for each block, and one for each shortcut."
 }
+ON_CPU = {"small"}  # cases that belong to a CPU, wherever they run
 COLUMNS = {"train": "step", "predict": "prediction", "peak": "memory", "seconds": "s per epoch"}
 
 
@@ -120,12 +121,23 @@ TARGETS: list[Target] = [
 ]  # fmt: skip
 
 
-def page(record: dict[str, Any]) -> str:
-    """docs/performance.md."""
+def page(record: dict[str, Any], cpu: dict[str, Any] | None = None) -> str:
+    """docs/performance.md; rows of cases for a CPU are those of a record of their own, if there is one."""
+    if cpu is not None:
+        kept = [row for row in record["results"] if row["case"] not in ON_CPU]
+        record = record | {"results": kept + [row for row in cpu["results"] if row["case"] in ON_CPU]}
+        record["note"] = " ".join([*([record["note"]] if "note" in record else []), _of_cpu(cpu["machine"])])
     rows: Table = {(row["case"], row["mode"], row["method"]): row for row in record["results"]}
     parts = [_head(record, rows), _targets(rows), _missed(rows), _steps(rows), _scale(record["results"])]
     parts.append(_rest(record))
     return "\n".join(line for part in parts for line in [*part, ""]).rstrip() + "\n"
+
+
+def _of_cpu(machine: dict[str, Any]) -> str:
+    return (
+        f"Rows on a CPU (`make bench`): {machine['device']}, {machine['cores']} cores, {machine['threads']} threads; "
+        f"torch {machine['torch']}, python {machine['python']}."
+    )
 
 
 def measured(target: Target, rows: Table, mode: str = "") -> tuple[Row, float] | None:
