@@ -263,11 +263,33 @@ def test_compiled_is_torchs_compiler_with_settings_that_it_knows(monkeypatch: py
     net = nn.Linear(2, 2)
     assert sb.compiled(net, dynamic=False) is net and told[-1]["dynamic"] is False
     known = torch._inductor.list_options()
-    assert told[-1]["options"]["realize_reads_threshold"] > 4 and set(told[-1]["options"]) <= set(known)
+    assert told[-1]["options"]["realize_reads_threshold"] > 4
+    assert set(told[-1]["options"]) <= {*known, "guard_filter_fn"}
     sb.compiled(net, mode="max-autotune", options={"realize_reads_threshold": 5})
     assert told[-1]["options"]["realize_reads_threshold"] == 5 and told[-1]["options"]["max_autotune"] is True
     with pytest.raises(ValueError, match="call torch.compile for 'eager'"):
         sb.compiled(net, backend="eager")
+
+
+@pytest.mark.slow
+def test_compiled_code_looks_at_values_before_each_call_and_not_at_the_code_of_libraries() -> None:
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    net, x, shift = sb.bayesianize(nn.Linear(2, 2), sb.Rank1(members=2)), torch.randn(4, 2), {"by": 1.0}
+
+    def loss() -> Tensor:
+        return sb.sample(net, x).mean() * 0 + sb.kl(net) * 0 + shift["by"]
+
+    net(x)
+    looks = []
+    for compiler in (torch.compile, sb.compiled):
+        torch._dynamo.reset()
+        fast, shift["by"] = compiler(loss, dynamic=False), 1.0
+        assert float(fast().detach()) == 1
+        shift["by"] = 2.0
+        assert float(fast().detach()) == 2
+        looks.append(len(str(_debug_get_cache_entry_list(loss.__code__)[0].guard_manager).splitlines()))
+    assert looks[1] < 0.8 * looks[0]
 
 
 @on_gpu

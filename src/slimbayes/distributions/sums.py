@@ -196,7 +196,7 @@ class _SquaredNorms(torch.autograd.Function):
         if tensors[0].is_cuda:
             return torch.stack(torch._foreach_norm(list(tensors), 2, widest)).square().sum()
         lines = [x.flatten(1) if x.dim() > 1 else x.reshape(1, -1) for x in tensors]
-        return torch.stack([torch.linalg.vector_norm(x, dim=1, dtype=widest).square().sum() for x in lines]).sum()
+        return torch.cat([torch.linalg.vector_norm(x, dim=1, dtype=widest) for x in lines]).square_().sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

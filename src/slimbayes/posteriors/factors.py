@@ -242,7 +242,10 @@ class Alike:
         if any([bias is not None for bias in own]):
             pairs = zip(own, offsets, strict=True)
             lines = lines + torch.cat([o.new_zeros(o.shape[1]) if b is None else b for b, o in pairs])
-        lines, keys = keep_in_memory(spread.laid(lines.unsqueeze(1))), [key for key, _ in self.offsets]
+        lines, keys = spread.laid(lines.unsqueeze(1)), [key for key, _ in self.offsets]
+        lines = (
+            lines if lines.device.type == "cpu" else keep_in_memory(lines)
+        )  # there a compiler's sum is cheaper than a copy
         widths = dict(zip(keys, [offset.shape[1] for offset in offsets], strict=True))
         parts = lines.split_with_sizes(list(widths.values()), 1)
         if every is not None:

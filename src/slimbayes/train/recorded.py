@@ -7,7 +7,7 @@ recorded step costs what the GPU's work costs. The lab trains so, and compiles b
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
@@ -236,14 +236,28 @@ def recorded(step: Callable[..., Any], model: nn.Module, optimizer: Optimizer | 
     return Recorded(step, model, optimizer)
 
 
+_CODE = {"CLOSURE_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "BUILTIN_MATCH", "MODULE_MATCH", "DUPLICATE_INPUT"}
+_LIBRARIES = ("G['__import_slimbayes", "G['__import_torch", "G['__builtins_dict__")
+
+
+def _of_values(guards: Sequence[Any]) -> list[bool]:
+    """Which of a compiler's guards stay: all but those on code of libraries, and on defaults of its arguments."""
+    return [
+        not (guard.name.startswith(_LIBRARIES) and (guard.guard_type in _CODE or "defaults__" in guard.name))
+        for guard in guards
+    ]
+
+
 def compiled(
     model: Callable[..., Any], mode: str | None = None, options: dict[str, Any] | None = None, **how: Any
 ) -> Any:
     """torch.compile(model) with settings of its compiler under which scaling activations costs least.
 
     Factors and what norms do to scaled activations are computed anew where they are used, and not written to memory.
-    The numbers are those of `torch.compile`, up to its order of operations. Compile the model, not the call to
-    `sample`: `fast = sb.compiled(net)`, then `sb.sample(fast, x)`.
+    Before each call the compiler looks whether what it compiled still holds, but not whether somebody has replaced
+    functions and classes of torch, Python or slimbayes meanwhile: those are hundreds of looks. The numbers are those of
+    `torch.compile`, up to its order of operations. Compile the model, not the call to `sample`:
+    `fast = sb.compiled(net)`, then `sb.sample(fast, x)`.
 
     Args:
         model: converted or not, or a function; it stays as it is.
@@ -259,6 +273,7 @@ def compiled(
     import torch._inductor as inductor  # slow to import
 
     known = set(inductor.list_options())
-    ours = {name: value for name, value in FUSION.items() if name in known}
+    ours: dict[str, Any] = {name: value for name, value in FUSION.items() if name in known}
+    ours["guard_filter_fn"] = _of_values
     by_mode = inductor.list_mode_options(mode) if mode else {}
     return torch.compile(model, options=ours | by_mode | (options or {}), **how)
