@@ -184,16 +184,19 @@ class Alike:
     def _values(self, factors: list[Factor], current: Pass, spread: Spread, every: Lines | None) -> Sequence[Tensor]:
         """Factors of one family, (n, channels) or (n, p, channels)."""
         loc, scale = _whole(factors, current)
+        # Compiled for a CPU, values of dense layers are made where they are met, from scales that are held.
+        held = loc.device.type != "cpu" or self.second is not False
         if scale is None:
             values = spread.laid(loc)
         else:
-            lines = self._noise(factors, current)
+            lines, scale = self._noise(factors, current), scale if held else keep_in_memory(scale)
             if spread.member is not None:
                 loc, scale = spread.out(loc), spread.out(scale)
             q = factors[0].family(loc, scale)
             # By broadcasting, whose gradient is a sum; that of a lookup is a scatter.
             values = q.rsample(lines.view(spread.shape + lines.shape[1:])).view(lines.shape)
-        values = keep_in_memory(_clipped(values, self.lead.clip))
+        values = _clipped(values, self.lead.clip)
+        values = keep_in_memory(values) if held else values
         parts = values.split_with_sizes([f.channels * f.rank for f in factors], 1)
         if every is not None:
             every.wholes.append((values, self.widths[factors[0].family], parts))
@@ -243,9 +246,8 @@ class Alike:
             pairs = zip(own, offsets, strict=True)
             lines = lines + torch.cat([o.new_zeros(o.shape[1]) if b is None else b for b, o in pairs])
         lines, keys = spread.laid(lines.unsqueeze(1)), [key for key, _ in self.offsets]
-        lines = (
-            lines if lines.device.type == "cpu" else keep_in_memory(lines)
-        )  # there a compiler's sum is cheaper than a copy
+        if lines.device.type != "cpu":  # where a compiler's sum is cheaper than a copy
+            lines = keep_in_memory(lines)
         widths = dict(zip(keys, [offset.shape[1] for offset in offsets], strict=True))
         parts = lines.split_with_sizes(list(widths.values()), 1)
         if every is not None:
