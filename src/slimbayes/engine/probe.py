@@ -197,7 +197,7 @@ class Probe(passes.Pass):
                 if not stands_for_all(here) or leaf.shape[0] != 1:
                     return leaf
                 leaf, dim = leaf.expand(self.rows, *leaf.shape[1:]), 0
-            return torch.where(chosen(mask, leaf, dim, here.name), leaf * 1.25 + 0.125, leaf)
+            return torch.where(flags_along(mask, leaf, dim, here.name), leaf * 1.25 + 0.125, leaf)
 
         return map_arrays(change, out)
 
@@ -217,10 +217,10 @@ def entries(mask: Mask, size: int, name: str) -> Mask:
     return mask[[0, -1]].repeat(size // 2)
 
 
-def chosen(mask: Mask, x: Tensor, dim: int, name: str) -> Tensor:
+def flags_along(mask: Mask, x: Tensor, dim: int, name: str) -> Tensor:
     """The entries of x along `dim` that belong to the rows of a mask, as flags that broadcast against x.
 
-    >>> chosen(np.array([False, True]), torch.ones(3, 4), 1, "a layer")
+    >>> flags_along(np.array([False, True]), torch.ones(3, 4), 1, "a layer")
     tensor([[False, False,  True,  True]])
     """
     rows = torch.from_numpy(entries(mask, x.shape[dim], name)).to(x.device)
@@ -246,7 +246,7 @@ def packed_in(whole: PackedSequence, other: Tensor, mask: Mask) -> PackedSequenc
     """A packed sequence with other numbers in the rows of a mask."""
     order = torch.arange(int(whole.batch_sizes[0])) if whole.sorted_indices is None else whole.sorted_indices.cpu()
     rows = mask[torch.cat([order[: int(n)] for n in whole.batch_sizes]).numpy()]
-    return whole._replace(data=torch.where(chosen(rows, whole.data, 0, ""), other, whole.data))
+    return whole._replace(data=torch.where(flags_along(rows, whole.data, 0, ""), other, whole.data))
 
 
 def some_rows(rows: int) -> Mask:

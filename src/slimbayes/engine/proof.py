@@ -33,9 +33,9 @@ from slimbayes.engine.probe import (
     Mixed,
     Prints,
     Probe,
-    chosen,
     doubled,
     entries,
+    flags_along,
     other_numbers,
     packed_in,
     some_rows,
@@ -222,7 +222,7 @@ class Proof:
                 return leaf
             # Indices and lengths go to other rows of their half: the longest row of a batch stays the longest.
             other = torch.cat([other_numbers(half, dim, between, steps) for half in leaf.chunk(2, dim)], dim)
-            return torch.where(chosen(mask, leaf, dim, f"input {i}"), other, leaf)
+            return torch.where(flags_along(mask, leaf, dim, f"input {i}"), other, leaf)
 
         return map_arrays(alter, self.layout.tile(self.inputs, 2))
 
@@ -280,15 +280,15 @@ class Proof:
         if not self.posteriors:
             return
         new = noise.draw(self.posteriors, passes.Pass(2, 2 * self.rows, rowwise=self.layout.apart))
-        out = self._drawn(new.view(new.rows, self.layout), self.layout.tile(self.inputs, 2))
+        out = self._run_drawn(new.view(new.rows, self.layout), self.layout.tile(self.inputs, 2))
         together = arrays_of(self.layout.split(out, 2, self.rows))
-        parts = [self._drawn(new.single(j, self.layout), self.inputs) for j in range(2)]
+        parts = [self._run_drawn(new.single(j, self.layout), self.inputs) for j in range(2)]
         for i, (a, b) in enumerate(zip(together, arrays_of(stack_draws(parts)), strict=True)):
             if not self._close(a, b):
                 off = f"{trial.relative_difference(a, b):.2g} of its size"
                 raise Mixed(f"output {i} of folded draws differs from that of single ones by {off}")
 
-    def _drawn(self, new: passes.Pass, inputs: Any) -> Any:
+    def _run_drawn(self, new: passes.Pass, inputs: Any) -> Any:
         """What the model gives with the draws of a pass, and nothing else at random."""
         model, (args, kwargs) = self.trials.model, trial.copy_inputs(inputs)
         devices = {p.device.type for p in self.posteriors}

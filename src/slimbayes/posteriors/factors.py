@@ -184,19 +184,19 @@ class Alike:
     def _values(self, factors: list[Factor], current: Pass, spread: Spread, every: Lines | None) -> Sequence[Tensor]:
         """Factors of one family, (n, channels) or (n, p, channels)."""
         loc, scale = _whole(factors, current)
-        # Compiled for a CPU, values of dense layers are made where they are met, from scales that are held.
-        held = loc.device.type != "cpu" or self.second is not False
+        # Compiled for a CPU, values of dense layers are made where they are met, from scales that stay in memory.
+        whole = loc.device.type != "cpu" or self.second is not False
         if scale is None:
             values = spread.laid(loc)
         else:
-            lines, scale = self._noise(factors, current), scale if held else keep_in_memory(scale)
+            lines, scale = self._noise(factors, current), scale if whole else keep_in_memory(scale)
             if spread.member is not None:
                 loc, scale = spread.out(loc), spread.out(scale)
             q = factors[0].family(loc, scale)
             # By broadcasting, whose gradient is a sum; that of a lookup is a scatter.
             values = q.rsample(lines.view(spread.shape + lines.shape[1:])).view(lines.shape)
         values = _clipped(values, self.lead.clip)
-        values = keep_in_memory(values) if held else values
+        values = keep_in_memory(values) if whole else values
         parts = values.split_with_sizes([f.channels * f.rank for f in factors], 1)
         if every is not None:
             every.wholes.append((values, self.widths[factors[0].family], parts))

@@ -240,7 +240,7 @@ _CODE = {"CLOSURE_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "BUILTIN_MATCH", "MOD
 _LIBRARIES = ("G['__import_slimbayes", "G['__import_torch", "G['__builtins_dict__")
 
 
-def _of_values(guards: Sequence[Any]) -> list[bool]:
+def _keep_guards_of_values(guards: Sequence[Any]) -> list[bool]:
     """Which of a compiler's guards stay: all but those on code of libraries, and on defaults of its arguments."""
     return [
         not (guard.name.startswith(_LIBRARIES) and (guard.guard_type in _CODE or "defaults__" in guard.name))
@@ -274,6 +274,6 @@ def compiled(
 
     known = set(inductor.list_options())
     ours: dict[str, Any] = {name: value for name, value in FUSION.items() if name in known}
-    ours["guard_filter_fn"] = _of_values
+    ours["guard_filter_fn"] = _keep_guards_of_values
     by_mode = inductor.list_mode_options(mode) if mode else {}
     return torch.compile(model, options=ours | by_mode | (options or {}), **how)
