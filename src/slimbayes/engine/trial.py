@@ -98,6 +98,11 @@ def run_probe(
     return probe, out
 
 
+def takes_derivatives(error: Exception) -> bool:
+    """Whether a model failed because its forward takes derivatives (forces of an energy), and gradients are off."""
+    return not torch.is_grad_enabled() and "does not require grad" in str(error)
+
+
 def _run_probe(
     model: nn.Module,
     posteriors: Sequence[Any],
@@ -105,6 +110,18 @@ def _run_probe(
     rows: int = 1,
     before: Probe | None = None,
     taint: Tensor | None = None,
+) -> tuple[Probe, Any]:
+    try:
+        return _run_probe_once(model, posteriors, inputs, rows, before, taint)
+    except RuntimeError as error:
+        if not takes_derivatives(error):
+            raise
+        torch.set_grad_enabled(True)  # until the trial is over, which began without
+        return _run_probe_once(model, posteriors, inputs, rows, before, taint)
+
+
+def _run_probe_once(
+    model: nn.Module, posteriors: Sequence[Any], inputs: Any, rows: int, before: Probe | None, taint: Tensor | None
 ) -> tuple[Probe, Any]:
     quiet = Quiet(not model.training)
     probe = Probe([p.key for p in posteriors], quiet, before, taint)
@@ -261,6 +278,7 @@ def _variants(shapes: Sequence[tuple[int, ...]], lead: int, at: int) -> Iterator
     first = [at if at in f else f[0] if f else None for f in fits]
     first[lead] = at
     yield tuple(first)
+    yield tuple(at if at in f else None for f in fits)  # as many coordinates (points, 3) as rows
     for i, found in enumerate(fits):  # a state (layers, rows, units) of as many layers as rows
         for other in found if i != lead else ():
             yield tuple(other if j == i else d for j, d in enumerate(first))
