@@ -250,6 +250,27 @@ def test_transforms_of_a_distribution_are_those_of_each_draw(config: Any) -> Non
     assert found.batch_shape == (6, 6, 3) and found.rsample((2,)).shape == (2, 6, 6, 3) and wanted.std(0).min() > 0
 
 
+class Matrix:
+    """A matrix that is computed when it is asked for, of a size that was known before."""
+
+    def __init__(self, scores: Tensor) -> None:
+        self.scores, self.size = scores, scores.shape[-1]
+
+
+class Process(torch.distributions.Normal):
+    def __init__(self, scores: Tensor) -> None:
+        super().__init__(scores, scores.exp())
+        self.matrix = Matrix(scores)
+
+
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+def test_distributions_with_what_nobody_can_stack_stay_those_of_each_draw() -> None:
+    net = sb.bayesianize(Decides(Process, mixes=False), sb.BatchEnsemble(members=3)).eval()
+    with sb.frozen(net):
+        wanted = [sb.write_out(net, j)(X).matrix.scores for j in range(3)]
+        torch.testing.assert_close([one.matrix.scores for one in sb.sample(net, X).parts], wanted)
+
+
 class Holder:
     """Numbers, words, functions and what it lies in itself, beside scores."""
 

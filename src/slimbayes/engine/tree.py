@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution
+from torch.distributions import Distribution, Transform
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine.layout import PACKED, NotJoined, copy_of, is_cache, is_plain_call, leaves_of, map_arrays, tree_map
@@ -159,12 +159,15 @@ def _joined(leaves: Sequence[Any], around: Objects = (), batch: torch.Size | Non
     if calls_layers(first):
         raise ValueError(
             f"The model returned a {type(first).__name__} that calls its layers when it is used, after the draws are "
-            f"gone. Compute what you need of it (log_prob, rsample) in the forward of a module, and convert that."
+            f"gone. Compute what you need of it (log_prob, rsample) in the forward of a module and convert that, or "
+            f"exclude those layers."
         )
     if around and isinstance(first, _CODE) and not all(leaf == first for leaf in leaves):
         raise _Apart  # nobody sees what they were bound to
     if not held[0]:
         return first if around and not isinstance(first, str) else NotJoined(leaves)
+    if batch is not None and not isinstance(first, (Distribution, Transform)):
+        raise _Apart  # a matrix that is computed later, say: nobody knows how many dimensions it counts on
     if any(one.keys() != held[0].keys() for one in held):
         return NotJoined(leaves)
     try:
