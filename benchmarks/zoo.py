@@ -11,6 +11,7 @@ A pair is an architecture and a method. It holds if all of its checks do.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import platform
 import re
@@ -288,7 +289,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _set_up(torch.get_num_threads())
     start = time.time()
     found = run_all(names, methods, chosen.device, start + chosen.limit_seconds, chosen.workers)
-    made_by = {"python": platform.python_version(), "slimbayes": sb.__version__} | versions("torch", *PACKAGES)
+    owners = importlib.metadata.packages_distributions()  # what is imported as kan is installed as pykan
+    installed = versions("torch", *(owners.get(name, [name])[0] for name in PACKAGES))
+    made_by = {"python": platform.python_version(), "slimbayes": sb.__version__} | installed
     result = {"versions": made_by, "device": chosen.device, "seconds": round(time.time() - start, 1), **found}
     if chosen.add and chosen.out.exists():
         joined = join_runs([json.loads(chosen.out.read_text()), result])
