@@ -1,4 +1,5 @@
-"""Architectures nobody here wrote, of timm, torchvision and transformers: small, with random weights, no downloads.
+"""Architectures nobody here wrote, of timm, torchvision and transformers, and of zoo_fields.py: small, with random
+weights, no downloads.
 
 Each is a name such as "transformers/bert", a function that builds it and one that makes an input of three rows.
 Sizes: B rows, L tokens, C classes.
@@ -15,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from zoo_fields import MAKERS
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 B, L, C, WORDS, WIDTH = 3, 7, 5, 31, 32
-PACKAGES = ("transformers", "timm", "torchvision")
+PACKAGES = ("transformers", "timm", "torchvision", *MAKERS)
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,13 @@ class Architecture:
 def architectures() -> list[Architecture]:
     """Those whose package is installed."""
     makers = {"transformers": _transformers, "timm": _timm, "torchvision": _torchvision}
+    for package, entries in MAKERS.items():
+        makers[package] = partial(_named, package, entries)
     return [one for package in PACKAGES if importlib.util.find_spec(package) for one in makers[package]()]
+
+
+def _named(package: str, entries: Callable[[], Any]) -> list[Architecture]:
+    return [Architecture(f"{package}/{name}", build, inputs) for name, build, inputs in entries()]
 
 
 def image(side: int, key: str = "", channels: int = 3) -> dict[str, Any]:

@@ -29,6 +29,21 @@ MUTATIONS = [
         "test_strange_outputs.py -k objects_of_somebody",
     ),
     Mutation(
+        "transforms-of-draw-0",
+        "or any(attributes_of(leaf, around) for leaf in leaves)",
+        "or False",
+        "test_strange_outputs.py -k transforms_of",
+    ),
+    Mutation(
+        "derivatives-shared",
+        "if any(a.requires_grad for a in map(padded, arrays_of((args, kwargs)))):",
+        "if False:",
+        "test_outsiders.py -k take_derivatives",
+    ),
+    Mutation(
+        "layers-called-later", "    if calls_layers(first):", "    if False:", "test_strange_outputs.py -k are_gone"
+    ),
+    Mutation(
         "some-of-the-rows",
         "(x.shape[found] % self.rows and (key, x.dim()) not in self.layout.joined)",
         "False",

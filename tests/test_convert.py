@@ -468,7 +468,7 @@ def test_code_that_is_fixed_is_refused_in_words(made: Any, config: sb.Config) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated
         model = made(nn.Sequential(nn.Linear(4, 3)))
-    with pytest.raises(ValueError, match="convert the module that they were made of"):
+    with pytest.raises(ValueError, match="convert the module that it was made of"):
         sb.bayesianize(model, config)
 
 

@@ -240,3 +240,53 @@ def test_what_is_drawn_late_from_a_seed_is_the_same_when_it_is_recomputed(config
         gradients.append([x.grad, *(p.grad for p in net.parameters() if p.grad is not None)])
     for found in gradients[1:]:
         torch.testing.assert_close(found, gradients[0])
+
+
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+@pytest.mark.parametrize("config", [*MEMBERS, sb.MeanField(scale_init=0.2), sb.MCDropout(rate=0.5, before="output")])
+@pytest.mark.parametrize("ready", [False, True])
+def test_models_that_take_derivatives_in_their_forward_are_folded_and_predict(config: Any, ready: bool) -> None:
+    def forces(net: Any, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(ready or torch.is_grad_enabled()):
+            x = x.requires_grad_()
+            energy = net.b(net.a(x).tanh())
+            return torch.autograd.grad(energy.sum(), x, create_graph=net.training)[0]
+
+    net = sb.bayesianize(Net(forces), config).eval()
+    with sb.frozen(net, draws=draws_of(net), seed=0):
+        wanted = sb.sample(net, X.clone(), fold=False)
+        torch.testing.assert_close(sb.sample(net, X.clone(), fold=True), wanted)
+    found = sb.predict(net, X.clone(), draws=draws_of(net), seed=0, likelihood="gaussian", scale=1.0).samples
+    torch.testing.assert_close(found, wanted)
+    assert not found.requires_grad and wanted.std(0).max() > 0
+    sb.sample(net.train(), X.clone(), draws=draws_of(net)).square().sum().backward()
+    assert all(p.grad is not None for n, p in net.named_parameters() if "weight" in n)
+
+
+@torch.no_grad()
+def test_points_with_as_many_coordinates_as_there_are_rows_are_no_rows() -> None:
+    def run(net: Any, x: Tensor, places: Tensor, others: Tensor) -> Tensor:
+        return net.b(net.a(x) * places.sin().sum() + others.cos().sum(1, keepdim=True).mean())
+
+    net = sb.bayesianize(Net(run), sb.BatchEnsemble(members=3)).eval()
+    inputs = X[:3], torch.randn(7, 3), torch.randn(6, 3)
+    with sb.frozen(net):
+        wanted = torch.stack([sb.write_out(net, j)(*inputs) for j in range(3)])
+        torch.testing.assert_close(sb.sample(net, *inputs, fold=True), wanted)
+
+
+@pytest.mark.parametrize("config", [*MEMBERS, sb.MeanField(scale_init=0.2)])
+@torch.no_grad()
+def test_parts_made_by_fx_stay_and_the_rest_is_converted(config: Any) -> None:
+    part = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    net = sb.bayesianize(Net(lambda net, x: net.b(net.a(net.part(x))), part=part), config).eval()
+    with sb.frozen(net, draws=draws_of(net), seed=0):
+        wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
+        torch.testing.assert_close(sb.sample(net, X), wanted)
+    assert wanted.std(0).min() > 0
+    if not isinstance(config, sb.Ensemble):
+        assert "a module of torch.fx, which cannot be changed" in str(sb.summary(net)) and "part.0" not in str(
+            sb.summary(net)
+        )
+        with pytest.raises(ValueError, match="a module of torch.fx"):
+            sb.bayesianize(Net(lambda net, x: net.part(x), part=part), config, include="part")

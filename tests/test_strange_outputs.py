@@ -2,6 +2,7 @@
 and what a model returns.
 """
 
+import functools
 from contextlib import nullcontext
 from typing import Any
 
@@ -217,6 +218,119 @@ def test_outputs_that_are_objects_of_somebody(config: Any, mixes: bool, makes: A
     net.makes = lambda h: {h}
     with pytest.raises(ValueError, match="gave a set each"):
         sb.sample(net.train(), X)
+
+
+class Flow(nn.Module):
+    """A distribution whose transforms hold what was drawn, and what is the same for all draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("ends", torch.tensor([1.0, 2.0, 3.0]))
+
+    def forward(self, x: Tensor) -> Any:
+        h, base = self.net(x), torch.distributions.Normal(torch.zeros(3), torch.ones(3))
+        drawn = torch.distributions.ComposeTransform([torch.distributions.AffineTransform(h, h.exp())])
+        fixed = torch.distributions.AffineTransform(self.ends, 2 * self.ends)
+        return torch.distributions.TransformedDistribution(base, [drawn, torch.distributions.TanhTransform(), fixed])
+
+
+@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=3), sb.MeanField(scale_init=0.2), sb.Ensemble(members=3)])
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+def test_transforms_of_a_distribution_are_those_of_each_draw(config: Any) -> None:
+    net = sb.bayesianize(Flow(), config).eval()
+    draws = 6 // sb.members(net)
+    x, y = torch.randn(6, 4), 1.5 * torch.ones(6, 3)  # as many rows as draws: what is not stacked would broadcast
+    with sb.frozen(net, draws=draws, seed=0):
+        plain = [sb.write_out(net, j)(x) for j in range(6)]
+        wanted = torch.stack([one.log_prob(y) for one in plain])
+        found = sb.sample(net, x)
+        torch.testing.assert_close(found.log_prob(y), wanted)
+        by_member(net(x).log_prob(y), wanted)
+    assert found.batch_shape == (6, 6, 3) and found.rsample((2,)).shape == (2, 6, 6, 3) and wanted.std(0).min() > 0
+
+
+class Matrix:
+    """A matrix that is computed when it is asked for, of a size that was known before."""
+
+    def __init__(self, scores: Tensor) -> None:
+        self.scores, self.size = scores, scores.shape[-1]
+
+
+class Process(torch.distributions.Normal):
+    def __init__(self, scores: Tensor) -> None:
+        super().__init__(scores, scores.exp())
+        self.matrix = Matrix(scores)
+
+
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+def test_distributions_with_what_nobody_can_stack_stay_those_of_each_draw() -> None:
+    net = sb.bayesianize(Decides(Process, mixes=False), sb.BatchEnsemble(members=3)).eval()
+    with sb.frozen(net):
+        wanted = [sb.write_out(net, j)(X).matrix.scores for j in range(3)]
+        torch.testing.assert_close([one.matrix.scores for one in sb.sample(net, X).parts], wanted)
+
+
+class Holder:
+    """Numbers, words, functions and what it lies in itself, beside scores."""
+
+    def __init__(self, scores: Tensor, function: Any) -> None:
+        self.scores, self.mean, self.sign, self.part = (
+            scores,
+            scores.mean().item(),
+            "+-"[int(scores[0, 0] > 0)],
+            Answer(scores),
+        )
+        self.part.whole, self.function = self, function
+
+
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+def test_all_that_an_object_holds_is_that_of_each_draw() -> None:
+    net = sb.bayesianize(Decides(lambda h: Holder(h, abs), mixes=False), sb.BatchEnsemble(members=3)).eval()
+    found = sb.sample(net, X)
+    torch.testing.assert_close(found.part.logits, found.scores)
+    torch.testing.assert_close(found.mean, found.scores.detach().mean((1, 2)), check_dtype=False)
+    signs = ["+-"[int(s > 0)] for s in found.scores[:, 0, 0]]
+    assert found.sign == signs[0] if len(set(signs)) == 1 else list(found.sign.parts) == signs
+    net.makes = lambda h: Holder(h, lambda: h)  # nobody sees which draw a function was made in
+    found = sb.sample(net.train(), X)
+    assert [torch.equal(one.function(), one.scores) for one in found.parts] == [True] * 3
+
+
+class Lazy(nn.Module):
+    """Returns what calls its layers later, as conditional flows do."""
+
+    def __init__(self, how: Any) -> None:
+        super().__init__()
+        self.first, self.net, self.how = nn.Linear(4, 4), mlp(), how
+
+    def later(self, h: Tensor) -> Tensor:
+        return self.net(h)
+
+    def forward(self, x: Tensor) -> Any:
+        return Holder(self.first(x), self.how(self, x))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda net, x: functools.partial(net.later, x),
+        lambda net, x: net.later,
+        lambda net, x: lambda: net.net(x),
+        lambda net, x: Answer({"net": [net.net]}),  # type: ignore[arg-type]
+    ],
+)
+@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=3), sb.MeanField(scale_init=0.2)])
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+def test_what_calls_layers_after_the_draws_are_gone_is_told(how: Any, config: Any) -> None:
+    with pytest.warns(UserWarning, match="What it returned calls them later, when each draws anew"):
+        sb.bayesianize(Lazy(how), config)(X)
+    for options in ({}, {"fold": False}):
+        with (
+            pytest.warns(UserWarning, match="calls them later"),
+            pytest.raises(ValueError, match="after the draws are"),
+        ):
+            sb.sample(sb.bayesianize(Lazy(how), config), X, draws=2, **options)
 
 
 class Reports(nn.Module):

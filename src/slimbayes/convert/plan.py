@@ -18,6 +18,7 @@ from slimbayes.posteriors.base import Config
 Predicate = Callable[[str, nn.Module], bool]
 Pattern = str | type[nn.Module] | Predicate
 Selection = Pattern | Sequence[Pattern] | None
+FIXED_CODE = torch.jit.ScriptModule, torch.fx.GraphModule  # what is inside runs as it was when it was made
 
 
 @dataclass
@@ -137,7 +138,9 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             owned += (f"{name}.",) if name else ("",)
         if parametrize.is_parametrized(module):
             owned += (f"{name}.parametrizations.",) if name else ("parametrizations.",)
-        if any(True for _ in module.parameters(recurse=False)) or known or parametrize.is_parametrized(module):
+        graph = isinstance(module, torch.fx.GraphModule)
+        owned += (f"{name}.",) if graph else ()
+        if any(True for _ in module.parameters(recurse=graph)) or known or parametrize.is_parametrized(module):
             yield name, module
 
 
@@ -188,8 +191,9 @@ def _decide(decision: Decision, layer: nn.Module, targets: Mapping[Config, set[s
 
 
 def _decide_type(decision: Decision, layer: nn.Module, config: Config) -> Decision:
-    if isinstance(layer, torch.jit.ScriptModule):
-        return decision.stay("it is TorchScript, which cannot be changed; convert the module it was made of", True)
+    if isinstance(layer, FIXED_CODE):
+        what = "TorchScript" if isinstance(layer, torch.jit.ScriptModule) else "a module of torch.fx"
+        return decision.stay(f"it is {what}, which cannot be changed; convert the module it was made of", True)
     known = bayes_class(layer)
     container = known is None and any(True for child in layer.children() for _ in child.parameters())
     if config.whole:

@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import nn
 
-from slimbayes.convert.plan import Decision
+from slimbayes.convert.plan import FIXED_CODE, Decision
 from slimbayes.distributions.families import Signs
 from slimbayes.engine import passes
 from slimbayes.errors import SlimbayesWarning
@@ -18,10 +18,10 @@ from slimbayes.posteriors.ensemble import EnsemblePosterior
 
 def refuse_fixed_code(model: nn.Module) -> None:
     """Raise for a model whose forward cannot be changed, or whose copies would have their old one."""
-    if isinstance(model, torch.jit.ScriptModule) or any(isinstance(m, torch.fx.GraphModule) for m in model.modules()):
+    if isinstance(model, FIXED_CODE):
         raise ValueError(
-            "The model is TorchScript or has modules of torch.fx in it, whose code is fixed and whose copies forget "
-            "what became of them: convert the module that they were made of."
+            "The model is TorchScript or a module of torch.fx, whose code is fixed and whose copies forget what became "
+            "of them: convert the module that it was made of."
         )
     own = "forward" in vars(model)  # as of a compiled one
     if not own and type(model).forward is nn.Module.forward and type(model).__call__ is not nn.Module.__call__:

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from slimbayes.engine import noise, passes
-from slimbayes.engine.layout import Layout, NotJoined, arrays_of, is_cache, padded
+from slimbayes.engine.layout import Layout, NotJoined, arrays_of, is_cache, leaves_of, padded
 from slimbayes.engine.locate import batch_dim_of as batch_dim_of
 from slimbayes.engine.locate import call_outside, check_size, latest_of, warn_of_loop
 from slimbayes.engine.locate import layout_of as layout_of
 from slimbayes.engine.modules import plan_once
 from slimbayes.engine.passes import Pass, Unproven
-from slimbayes.engine.tree import check_caches, copy_containers, stack_draws
+from slimbayes.engine.tree import calls_layers, check_caches, copy_containers, stack_draws
 from slimbayes.engine.trial import forgetting_drawn_weights
 from slimbayes.errors import SlimbayesWarning
 
@@ -168,7 +168,7 @@ def finish(new: Pass, posteriors: Any, function: Callable[..., Any], args: Any, 
     looks = tree is not None and posteriors.keeps.get((tree.modules[0].training, torch.is_grad_enabled()), True)
     with forgetting_drawn_weights(posteriors, (args, kwargs)) if looks else nullcontext():
         out = passes.run(new, _call_drawn, posteriors, new, function, args, kwargs)
-    warn_of_unused(posteriors, new, function)
+    warn_of_unused(posteriors, new, function, out)
     passes.remember(out, new)
     return out
 
@@ -203,7 +203,7 @@ def _call_under_held_draws(held: Pass, module: nn.Module, function: Callable[...
         return _call_under_held_draws(held, module, function, args, kwargs)
 
 
-def warn_of_unused(posteriors: Sequence[Any], done: Pass, function: Any = None) -> None:
+def warn_of_unused(posteriors: Sequence[Any], done: Pass, function: Any = None, out: Any = None) -> None:
     """After the first pass, say which layers never ran: their posteriors have no part in any prediction."""
     if torch.compiler.is_compiling() or posteriors[0].noticed:
         return
@@ -216,11 +216,10 @@ def warn_of_unused(posteriors: Sequence[Any], done: Pass, function: Any = None) 
     if silent:
         names = ", ".join(p.name or "the model itself" for p in silent[:8])
         names += f" and {len(silent) - 8} more" if len(silent) > 8 else ""
-        warnings.warn(
-            f"slimbayes converted layers that the first pass never called: {names}. Their posteriors have no part in "
-            f"predictions. Exclude them, unless another mode of the model uses them.",
-            stacklevel=5,
-        )
+        what = "Their posteriors have no part in predictions. Exclude them, unless another mode of the model uses them."
+        if any(map(calls_layers, leaves_of(out))):
+            what = "What it returned calls them later, when each draws anew: compute that in forward, or use frozen."
+        warnings.warn(f"slimbayes converted layers that the first pass never called: {names}. {what}", stacklevel=5)
 
 
 def draw_all(

@@ -153,7 +153,7 @@ class Probe(passes.Pass):
         if x.numel() == 0 or x.is_complex() or x.is_nested or x.layout is not torch.strided:
             return None
         lines = x.reshape(1, -1) if dim is None else x.movedim(dim, 0).reshape(x.shape[dim], -1)
-        lines = lines.float().nan_to_num(0.123, 7.7, -7.7)
+        lines = lines.detach().float().nan_to_num(0.123, 7.7, -7.7)
         at = lines.shape[1], x.device
         if at not in self.weights:
             self.weights[at] = torch.arange(at[0], device=x.device).mul(0.6180339887).frac_().add_(0.5)

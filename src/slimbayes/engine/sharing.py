@@ -18,7 +18,7 @@ from torch import nn
 from torch.jit import ScriptModule
 
 from slimbayes.engine import passes
-from slimbayes.engine.layout import map_arrays
+from slimbayes.engine.layout import arrays_of, map_arrays, padded
 
 
 def plain_modules(model: nn.Module) -> list[nn.Module]:
@@ -83,6 +83,8 @@ def _narrow(module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         return None  # torch has not yet marked the hook as taking keywords: another thread registers it just now
     if found is None or found.shared is None or found.drawn_yet or id(module) not in found.shared:
         return None
+    if any(a.requires_grad for a in map(padded, arrays_of((args, kwargs)))):
+        return None  # derivatives by its inputs may be taken, and every row has its own
     dims, total = found.shared[id(module)][0], found.total
     found.waiting.append(module)
     return map_arrays(lambda i, leaf: leaf.narrow(dims[i], 0, leaf.shape[dims[i]] // total), (args, kwargs))

@@ -3,28 +3,57 @@
 import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
-from types import ModuleType
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution
+from torch.distributions import Distribution, Transform
 from torch.nn.utils.rnn import PackedSequence
 
-from slimbayes.engine.layout import PACKED, NotJoined, arrays_of, copy_of, is_cache, is_plain_call, map_arrays, tree_map
+from slimbayes.engine.layout import PACKED, NotJoined, copy_of, is_cache, is_plain_call, leaves_of, map_arrays, tree_map
 from slimbayes.errors import SlimbayesWarning
 
+Objects = tuple[Sequence[Any], ...]  # those that something lies in, of all draws, the outermost first
 UNORDERED = Iterator, Set  # in which nobody finds the tensors of another run again
+_CODE = FunctionType, MethodType, partial
+_DEEPEST = 6  # objects within objects
 
 
-def attributes_of(leaf: Any) -> dict[Any, Any]:
-    """What an object of somebody's holds tensors in: its attributes, as of a distribution, or its items, as of a
-    mapping or a list that pytrees do not know.
+def attributes_of(leaf: Any, around: Objects = ()) -> dict[Any, Any]:
+    """What an object of somebody's holds tensors in, also by way of other objects (the transforms of a distribution):
+    its attributes, or its items, as of a mapping or a list that pytrees do not know. Not those that it lies in itself.
     """
-    if isinstance(leaf, (Tensor, PackedSequence)) or is_cache(leaf):
+    if isinstance(leaf, (Tensor, PackedSequence)) or is_cache(leaf) or len(around) > _DEEPEST:
         return {}
-    items = leaf if isinstance(leaf, Mapping) else enumerate(leaf) if isinstance(leaf, list) else vars_of(leaf)
-    return {n: v for n, v in dict(items).items() if isinstance(v, Distribution) or arrays_of(v)}
+    return {n: v for n, v in dict(_items_of(leaf)).items() if _holds_arrays(v, (*around, [leaf]))}
+
+
+def _items_of(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, Mapping) else enumerate(leaf) if isinstance(leaf, list) else vars_of(leaf)
+
+
+def _is_among(leaf: Any, around: Objects) -> bool:
+    return any(leaf is one for objects in around for one in objects)
+
+
+def _holds_arrays(value: Any, around: Objects) -> bool:
+    leaves = [leaf for leaf in leaves_of(value) if not _is_among(leaf, around)]
+    held = Tensor, PackedSequence, Distribution
+    return any(isinstance(leaf, held) for leaf in leaves) or any(attributes_of(leaf, around) for leaf in leaves)
+
+
+def calls_layers(value: Any, around: Objects = ()) -> bool:
+    """Whether something holds converted layers, in attributes, closures or bound arguments, to call them later."""
+    if isinstance(value, nn.Module):
+        return any(hasattr(type(module), "plain_forward") for module in value.modules())
+    if isinstance(value, Tensor) or len(around) > _DEEPEST or _is_among(value, around):
+        return False
+    inside = [*vars_of(value).values(), getattr(value, "__self__", None)]
+    inside += [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+    inside += [value.func, value.args, value.keywords] if isinstance(value, partial) else []
+    return any(calls_layers(leaf, (*around, [value])) for part in inside for leaf in leaves_of(part))
 
 
 def vars_of(leaf: Any) -> dict[str, Any]:
@@ -32,11 +61,14 @@ def vars_of(leaf: Any) -> dict[str, Any]:
     return getattr(leaf, "__dict__", {}) if not isinstance(leaf, (type, ModuleType, nn.Module)) else {}
 
 
-def open_objects(tree: Any) -> Any:
+def open_objects(tree: Any, around: Objects = ()) -> Any:
     """Outputs with the tensors of such objects in their place."""
     if isinstance(tree, Tensor):
         return tree
-    return tree_map(lambda leaf: {n: open_objects(v) for n, v in attributes_of(leaf).items()} or leaf, tree)
+    return tree_map(
+        lambda leaf: {n: open_objects(v, (*around, [leaf])) for n, v in attributes_of(leaf, around).items()} or leaf,
+        tree,
+    )
 
 
 def all_same(leaves: Sequence[Any]) -> bool:
@@ -65,12 +97,21 @@ def copy_containers(tree: Any) -> Any:
 
 def stack_draws(parts: list[Any]) -> Any:
     """Outputs of single draws, stacked along a new first axis."""
+    return _stack_within(parts, (), None)
+
+
+def _stack_within(parts: list[Any], around: Objects, batch: torch.Size | None) -> Any:
+    """The same inside of objects, and of a distribution over a `batch`: what has not that many entries is for all."""
 
     def stack(*leaves: Any) -> Any:
         if isinstance(leaves[0], PackedSequence):
             raise ValueError(PACKED)
         if not isinstance(leaves[0], Tensor):
-            return _joined(leaves)
+            return _joined(leaves, around, batch)
+        if batch is not None and any(leaf.shape[: len(batch)] != batch for leaf in leaves):
+            if not all(torch.equal(leaf, leaves[0]) for leaf in leaves):
+                raise _Apart
+            return leaves[0]
         shapes = {tuple(leaf.shape) for leaf in leaves}
         if len(shapes) > 1:
             raise ValueError(
@@ -99,11 +140,15 @@ def check_caches(kwargs: Mapping[str, Any], total: int | None = None) -> None:
             )
 
 
-def _joined(leaves: Sequence[Any]) -> Any:
+class _Apart(Exception):
+    """What an object holds differs between draws in a way that one object cannot show."""
+
+
+def _joined(leaves: Sequence[Any], around: Objects = (), batch: torch.Size | None = None) -> Any:
     """What draws returned that is no tensor: one for all if they are the same, (S,) of numbers, objects with all that
     they hold stacked.
     """
-    first, held = leaves[0], [attributes_of(leaf) for leaf in leaves]
+    first, held = leaves[0], [attributes_of(leaf, around) for leaf in leaves]
     if isinstance(first, UNORDERED):
         raise ValueError(f"Draws gave a {type(first).__name__} each, which cannot be stacked: return a tuple or list.")
     array = hasattr(type(first), "__array__")
@@ -111,17 +156,47 @@ def _joined(leaves: Sequence[Any]) -> Any:
         return first
     if array or isinstance(first, (int, float)):
         return torch.stack([torch.as_tensor(leaf) for leaf in leaves])
-    batch = first._batch_shape if isinstance(first, Distribution) else torch.Size()
-    stacks = all(v.shape[: len(batch)] == batch for one in held for v in one.values() if isinstance(v, Tensor))
-    if not held[0] or not stacks or any(one.keys() != held[0].keys() for one in held):
+    if calls_layers(first):
+        raise ValueError(
+            f"The model returned a {type(first).__name__} that calls its layers when it is used, after the draws are "
+            f"gone. Compute what you need of it (log_prob, rsample) in the forward of a module and convert that, or "
+            f"exclude those layers."
+        )
+    if around and isinstance(first, _CODE) and not all(leaf == first for leaf in leaves):
+        raise _Apart  # nobody sees what they were bound to
+    if not held[0]:
+        return first if around and not isinstance(first, str) else NotJoined(leaves)
+    if batch is not None and not isinstance(first, (Distribution, Transform)):
+        raise _Apart  # a matrix that is computed later, say: nobody knows how many dimensions it counts on
+    if any(one.keys() != held[0].keys() for one in held):
         return NotJoined(leaves)
+    try:
+        return _fill_copy(leaves, held, (*around, leaves), batch)
+    except _Apart:
+        if around:
+            raise
+        return NotJoined(leaves)
+
+
+def _fill_copy(leaves: Sequence[Any], held: list[dict[Any, Any]], around: Objects, batch: torch.Size | None) -> Any:
+    """A copy of the first object that holds what all of them hold."""
+    first, over = leaves[0], batch
+    if isinstance(first, Distribution):
+        over = first._batch_shape
+        if batch is not None and over[: len(batch)] != batch:  # one for all rows, if it is the same for all draws
+            over = batch
     new = copy.copy(first)
-    for name in held[0]:
-        value = stack_draws([one[name] for one in held])
+    for name in dict(_items_of(first)):
+        values = [
+            held_by.get(name, dict(_items_of(leaf)).get(name)) for leaf, held_by in zip(leaves, held, strict=True)
+        ]
+        if any(_is_among(leaf, around) for leaf in leaves_of(values[0])):
+            continue  # an object that it lies in itself
+        value = _stack_within(values, around, over)
         if isinstance(new, (Mapping, list)):
             new[name] = value  # type: ignore[index]
         if not isinstance(new, (Mapping, list)) or name in vars_of(new):  # mappings may have items as attributes, too
             vars(new)[name] = value
-    if isinstance(first, Distribution):
-        new._batch_shape = torch.Size([len(leaves), *batch])
+    if isinstance(first, Distribution) and over == first._batch_shape:
+        new._batch_shape = torch.Size([len(leaves), *over])
     return new

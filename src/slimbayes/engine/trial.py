@@ -98,6 +98,11 @@ def run_probe(
     return probe, out
 
 
+def takes_derivatives(error: Exception) -> bool:
+    """Whether a model failed because its forward takes derivatives (forces of an energy), and gradients are off."""
+    return not torch.is_grad_enabled() and "does not require grad" in str(error)
+
+
 def _run_probe(
     trials: Trials,
     posteriors: Sequence[Any],
@@ -115,9 +120,14 @@ def _run_probe(
             out = passes.run(probe, trials.model, *args, **kwargs)
         probe.objects = any(isinstance(leaf, UNORDERED) or attributes_of(leaf) for leaf in leaves_of(out))
         probe.changes, out = trials.changes() if before is None else {}, open_objects(out)
+        return probe, out
+    except RuntimeError as error:
+        if not takes_derivatives(error):
+            raise
     finally:
         trials.restore()
-    return probe, out
+    torch.set_grad_enabled(True)  # until the trials are over, which began without
+    return _run_probe(trials, posteriors, inputs, rows, before, taint)
 
 
 def _count_uses(probe: Probe) -> Counter[str]:
@@ -258,6 +268,7 @@ def _variants(shapes: Sequence[tuple[int, ...]], lead: int, at: int) -> Iterator
     first = [at if at in f else f[0] if f else None for f in fits]
     first[lead] = at
     yield tuple(first)
+    yield tuple(at if at in f else None for f in fits)  # as many coordinates (points, 3) as rows
     for i, found in enumerate(fits):  # a state (layers, rows, units) of as many layers as rows
         for other in found if i != lead else ():
             yield tuple(other if j == i else d for j, d in enumerate(first))

@@ -8,7 +8,7 @@ Sizes: S draws, M networks, K members, N rows, W values of a pick.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from slimbayes.engine.layout import arrays_of, padded, tree_map
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.tree import copy_containers
+from slimbayes.engine.trial import takes_derivatives
 from slimbayes.posteriors.base import Support
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.prediction.sample import device_of, free_seed, members, posteriors_in, sampled
@@ -48,17 +49,18 @@ class Draws:
         self.seed = free_seed("predict", seed, self.held) if drawn or seed is not None else 0
         self.own = None if seed is None else self.seed  # for what the model draws by itself
         self.latest: tuple[int, Pass] | None = None
+        self.differentiates = False  # whether the model takes derivatives
 
     def outputs(self, args: Any, kwargs: Any, draws: int, start: int = 0) -> Iterator[Any]:
         """Outputs (S', N, ...) of the draws of each member from `start` on, so many at a time as fit."""
         if not self.posteriors:
             for j in range(start, start + draws):
-                more, options = copy_containers((args, kwargs))
                 with noise.own_noise(self._own(j), device_of(self.model)):
-                    yield calls.stack_draws([self.model(*more, **options)])
+                    yield self._run_call(lambda: self._run_plain(*copy_containers((args, kwargs))))
             return
         if self.held is not None:
-            yield sampled(self.model, self.posteriors, args, kwargs, self.held.total, self.fold, self.held)
+            call = self.model, self.posteriors, args, kwargs, self.held.total, self.fold, self.held
+            yield self._run_call(lambda: sampled(*call))
             return
         at_once = min(draws, self._at_once((args, kwargs)))
         countable = self.share and draws > 1 and self.members == 1 and all(p.countable for p in self.posteriors)
@@ -74,7 +76,22 @@ class Draws:
 
     def _run(self, args: Any, kwargs: Any, new: Pass, first: int) -> Any:
         call, own = (self.model, self.posteriors, args, kwargs), self._own(first)
-        return sampled(*call, new.total, self.fold, new, share=self.share, seed=own)
+        return self._run_call(lambda: sampled(*call, new.total, self.fold, new, share=self.share, seed=own))
+
+    def _run_plain(self, args: Any, kwargs: Any) -> Any:
+        return calls.stack_draws([self.model(*args, **kwargs)])
+
+    def _run_call(self, call: Callable[[], Any]) -> Any:
+        """What a call returns, without gradients unless the model's own forward takes derivatives."""
+        try:
+            if not self.differentiates:
+                return call()
+        except RuntimeError as error:
+            if not takes_derivatives(error):
+                raise
+            self.differentiates = True
+        with torch.enable_grad():
+            return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, call())
 
     def _numbered(self, first: int, draws: int) -> Pass:
         """The pass of so many draws of each member; the latest is kept for the next batch."""
