@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import zoo
 import zoo_checks
 import zoo_models
+import zoo_sequences
 
 HOLD = dict.fromkeys(zoo_checks.CHECKS, "holds")
 
@@ -34,7 +35,10 @@ def test_two_architectures_under_two_methods(tmp_path: Path, capsys: pytest.Capt
     assert found["versions"]["torch"] and not found["not_run"] and not found["not_built"]
     assert "4 of 4 pairs hold" in capsys.readouterr().out
     zoo.main(["--table", str(out), "--docs", str(docs)])
-    assert "**4 of 4 pairs hold**" in docs.read_text() and "| batchensemble | 2 of 2 | 2 of 2 |" in docs.read_text()
+    assert (
+        "**4 of 4 pairs hold**" in docs.read_text()
+        and "| transformers | 2 of 2 | 2 of 2 | 4 of 4 |" in docs.read_text()
+    )
 
 
 def test_what_there_is_no_time_for_is_listed() -> None:
@@ -44,9 +48,35 @@ def test_what_there_is_no_time_for_is_listed() -> None:
     assert "2 pairs not run" in told and "0 of 0 pairs hold" in told
 
 
+def test_runs_are_joined_and_later_ones_count(tmp_path: Path) -> None:
+    def run(name: str, holds: bool, device: str) -> dict[str, Any]:
+        states = HOLD | ({} if holds else {"fold": "fails"})
+        pair = {"architecture": f"{name}/net", "package": name, "method": "ktied", "checks": states, "holds": holds}
+        made_by = {"torch": "2.0", name: "1.0", "other": "not installed"}
+        rest = {"errors": {"fold": "off"}, "draw_by_draw": False}
+        return {"versions": made_by, "device": device, "pairs": [pair | rest], "not_run": [], "not_built": {}}
+
+    runs = [run("a", False, "cuda"), run("b", True, "cpu"), run("a", True, "cpu")]
+    for i, one in enumerate(runs):
+        (tmp_path / f"{i}.json").write_text(json.dumps(one))
+    zoo.main(["--table", *(str(tmp_path / f"{i}.json") for i in range(3)), "--docs", str(tmp_path / "zoo.md")])
+    told = (tmp_path / "zoo.md").read_text()
+    assert "**2 of 2 pairs hold** on 2 architectures" in told and "Nothing." in told and "not installed" not in told
+    assert "1 on cpu with torch 2.0, b 1.0" in told and "| b | 1 of 1 | 1 of 1 |" in told
+
+
 def test_every_package_has_many_architectures() -> None:
     sizes = [len(make()) for make in (zoo_models._transformers, zoo_models._timm, zoo_models._torchvision)]
     assert sum(sizes) >= 60 and min(sizes) >= 20
+    assert sum(len(entries()) for entries in zoo_models.MAKERS.values()) >= 30
+
+
+def test_libraries_that_are_not_installed_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry: zoo_sequences.Entry = ("net", Net, lambda: {"": torch.randn(3, 4)})
+    monkeypatch.setattr(zoo_sequences, "MAKERS", {"torch": [entry], "no_such_library": [entry]})
+    names = [one.name for one in zoo_sequences.architectures()]
+    assert names == [*(one.name for one in zoo_models.architectures()), "torch/net"]
+    assert len({*zoo_sequences.PACKAGES}) == len(zoo_sequences.PACKAGES)
 
 
 # --- planted faults ---
