@@ -81,7 +81,7 @@ bench-lab: .venv/ready
 
 zoo: .venv/ready
 	$(RUN) benchmarks/zoo.py --workers 2 --out results/benchmarks/zoo.json
-	$(RUN) benchmarks/zoo.py --table results/benchmarks/zoo.json
+	$(RUN) benchmarks/zoo.py --table results/benchmarks/zoo*.json
 
 # What of the papers is here: docs/coverage.md from docs/coverage.tsv.
 coverage: .venv/ready

@@ -68,7 +68,6 @@ def test_runs_are_joined_and_later_ones_count(tmp_path: Path) -> None:
 def test_every_package_has_many_architectures() -> None:
     sizes = [len(make()) for make in (zoo_models._transformers, zoo_models._timm, zoo_models._torchvision)]
     assert sum(sizes) >= 60 and min(sizes) >= 20
-    assert sum(len(entries()) for entries in zoo_models.MAKERS.values()) >= 30
 
 
 def test_libraries_that_are_not_installed_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
