@@ -179,10 +179,10 @@ def kernels(found: torch.profiler.profile, shown: int = 8) -> dict[str, Any]:
 
 def versions(*packages: str) -> dict[str, str]:
     """Of those installed."""
-    found = {}
+    found, names = {}, importlib.metadata.packages_distributions()  # some are imported under another name
     for name in packages:
         try:
-            found[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(names.get(name, [name])[0])
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found

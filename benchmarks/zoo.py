@@ -27,7 +27,8 @@ from cells import Workers, table
 from cells import run_all as run_jobs
 from timing import alarm, versions
 from zoo_checks import CHECKS, METHODS, OutOfTime, Plain, build_plain, check_pair, words_of
-from zoo_models import PACKAGES, Architecture, architectures
+from zoo_models import Architecture
+from zoo_sequences import PACKAGES, architectures
 
 import slimbayes as sb
 

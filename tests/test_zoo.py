@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import zoo
 import zoo_checks
 import zoo_models
+import zoo_sequences
 
 HOLD = dict.fromkeys(zoo_checks.CHECKS, "holds")
 
@@ -68,6 +69,14 @@ def test_every_package_has_many_architectures() -> None:
     sizes = [len(make()) for make in (zoo_models._transformers, zoo_models._timm, zoo_models._torchvision)]
     assert sum(sizes) >= 60 and min(sizes) >= 20
     assert sum(len(entries()) for entries in zoo_models.MAKERS.values()) >= 30
+
+
+def test_libraries_that_are_not_installed_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry: zoo_sequences.Entry = ("net", Net, lambda: {"": torch.randn(3, 4)})
+    monkeypatch.setattr(zoo_sequences, "MAKERS", {"torch": [entry], "no_such_library": [entry]})
+    names = [one.name for one in zoo_sequences.architectures()]
+    assert names == [*(one.name for one in zoo_models.architectures()), "torch/net"]
+    assert len({*zoo_sequences.PACKAGES}) == len(zoo_sequences.PACKAGES)
 
 
 # --- planted faults ---

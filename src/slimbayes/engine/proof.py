@@ -193,7 +193,7 @@ class Proof:
         return trial.run_probe(self.trials, self.posteriors, inputs, rows, before, mask)
 
     def _outputs(self, first: list[Any], second: list[Any], flat1: list[Any], flat2: list[Any]) -> Dims:
-        if len(first) != len(second):
+        if len(first) != len(second) or len(flat1) != len(flat2):
             raise Mixed("the number of outputs depends on the number of rows")
         for a, b in zip(flat1, flat2, strict=True):
             if isinstance(a, float) and a != b:

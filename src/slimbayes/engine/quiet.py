@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from slimbayes.engine.layout import arrays_of, padded
@@ -20,6 +20,7 @@ _RANDOM: dict[str, float | None] = {
     **dict.fromkeys(("rand", "rand_like", "uniform_"), 0.5),
     **dict.fromkeys(("randn", "randn_like", "normal", "normal_", "cauchy_"), 0.25),
     **dict.fromkeys(("bernoulli", "bernoulli_", "exponential_", "poisson", "log_normal_", "geometric_"), 1.0),
+    **dict.fromkeys(("_standard_gamma", "_sample_dirichlet", "binomial"), 1.0),
     **dict.fromkeys(("randint", "randint_like", "random_", "randperm"), None),
 }
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
@@ -95,7 +96,9 @@ class Quiet(TorchFunctionMode):
             rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
             training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
             self.random = self.random or (bool(training) and rate != 0)
-            return args[0] if args else kwargs["input"]
+            same = args[0] if args else kwargs["input"]
+            # Dropped weights go to a module's attribute, where a parameter would become the module's own.
+            return same.view_as(same) if isinstance(same, nn.Parameter) else same
         if name in _RANDOM:
             self.random = True
             return _constant(name, func(*args, **kwargs), args, kwargs)

@@ -9,6 +9,7 @@ from importlib import import_module
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from slimbayes.layers.anything import any_class, has_bias, matrices_of, scales_of
 from slimbayes.layers.base import LAYERS, BayesLayer, derive_class, registered_class
@@ -21,6 +22,7 @@ for _module in pkgutil.iter_modules(__path__):
 
 # What a fast path calls of its plain class: a subclass that changes any of it is a type of its own.
 _CALLED = ("forward", "_conv_forward", "_output_padding", "_check_input_dim", "_get_no_batch_dim")
+_READ = ("weight", "bias")  # by properties, where a subclass computes them from parameters of its own
 
 
 def bayes_class(layer: nn.Module) -> type[BayesLayer] | None:
@@ -31,7 +33,8 @@ def bayes_class(layer: nn.Module) -> type[BayesLayer] | None:
     known = registered_class(layer)
     if known is None or kind in LAYERS:
         return known
-    changed = any(getattr(kind, name, None) is not getattr(known.plain, name, None) for name in _CALLED)
+    names = _CALLED + (() if parametrize.is_parametrized(layer) else _READ)
+    changed = any(getattr(kind, name, None) is not getattr(known.plain, name, None) for name in names)
     return None if changed else derive_class(known, kind)
 
 

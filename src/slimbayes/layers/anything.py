@@ -21,7 +21,7 @@ from slimbayes.engine.layout import arrays_of, map_arrays, tree_map
 from slimbayes.engine.passes import Unproven
 from slimbayes.engine.rows import LinearMap, sizes_of_blocks
 from slimbayes.engine.state import State
-from slimbayes.layers.base import BayesLayer, made_once, reading
+from slimbayes.layers.base import BayesLayer, made_once, mixed_class, reading
 from slimbayes.layers.site import Kind, Site, has, own_value
 
 NOT_WORTH_IT = re.compile(
@@ -192,4 +192,4 @@ def any_class(
     """The class of converted layers of one type, of which these parameters are drawn."""
     attributes: dict[str, Any] = {"plain": plain, "drawn_names": names, "bayes_kind": kind, "read_names": read_names}
     attributes |= {"__module__": __name__, **{name: reading(name) for name in read_names}}
-    return type(f"Bayes{plain.__name__}", (AnyLayer, plain), attributes)
+    return mixed_class(f"Bayes{plain.__name__}", (AnyLayer, plain), attributes)

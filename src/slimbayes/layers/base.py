@@ -6,7 +6,7 @@ the posterior at `layer.posterior[site]` does the rest.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -246,10 +246,26 @@ def _empty(class_of: Callable[..., Any], arguments: tuple[Any, ...]) -> nn.Modul
     return cls.__new__(cls)
 
 
+def mixed_class(name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> type[Any]:
+    """A class of mixins and, last, a plain class, whose modules can become its own: they lie in memory alike."""
+    cls, module = type(name, bases, attributes), cast(Any, object.__new__(bases[-1]))
+    try:
+        module.__class__ = cls
+        return cls
+    except TypeError:  # of a class that begins with one of no attributes, as ABC and Generic, the plain one goes first
+        first, order = (bases[-1], *bases[:-1]), cls.__mro__[1:]
+
+    def mro(new: Any) -> Any:
+        return [new, *order] if new.__bases__ == first else type.mro(new)
+
+    meta: Any = type(type(cls).__name__, (type(cls),), {"mro": mro})
+    return meta(name, first, attributes)
+
+
 @made_once
 def derive_class(parent: type[BayesLayer], plain: type[nn.Module]) -> type[BayesLayer]:
     """The class of converted layers of a type that is only met at run time, from a mixin or its parent's class."""
-    return type(f"Bayes{plain.__name__}", (parent, plain), {"plain": plain, "__module__": __name__})
+    return mixed_class(f"Bayes{plain.__name__}", (parent, plain), {"plain": plain, "__module__": __name__})
 
 
 LAYERS: dict[type[nn.Module], type[BayesLayer]] = {}  # by plain type; every file of layers registers its own

@@ -22,7 +22,7 @@ from slimbayes.engine.blocks import block_of_row, sizes_equal
 from slimbayes.engine.layout import NotJoined, arrays_of, is_cache, map_arrays, padded, tree_map
 from slimbayes.engine.passes import Unproven
 from slimbayes.engine.tree import all_same, attributes_of
-from slimbayes.layers.base import Converted, made_once, reading
+from slimbayes.layers.base import Converted, made_once, mixed_class, reading
 from slimbayes.layers.methods import runs_later, tell_of_replaced, wrap_methods
 
 
@@ -89,7 +89,7 @@ def copied_class(plain: type[nn.Module], names: tuple[str, ...]) -> type[Convert
     """The class of copied modules of one type, with parameters of these names."""
     bases = (Copied, _Hidden, plain) if issubclass(plain, (nn.Sequential, nn.ModuleList)) else (Copied, plain)
     attributes = {"plain": plain, "__module__": __name__} | wrap_methods(plain, _method)
-    return type(f"Copied{plain.__name__}", bases, attributes | {name: reading(name) for name in names})
+    return mixed_class(f"Copied{plain.__name__}", bases, attributes | {name: reading(name) for name in names})
 
 
 def _method(module: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import nn
 
 from slimbayes.engine import calls, passes
 from slimbayes.errors import SlimbayesWarning
-from slimbayes.layers.base import Converted, made_once
+from slimbayes.layers.base import Converted, made_once, mixed_class
 
 _NUMBERS = count(1)  # of conversions, in this process
 
@@ -112,7 +112,7 @@ def opening_class(plain: type[nn.Module]) -> type[nn.Module]:
 
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
     attributes = {"plain": plain, "forward": forward} | names | wrap_methods(plain, _scoped)
-    return type(plain.__name__, (Opens, plain), attributes)
+    return mixed_class(plain.__name__, (Opens, plain), attributes)
 
 
 def class_before(cls: Any) -> Any:

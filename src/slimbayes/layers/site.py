@@ -101,13 +101,19 @@ def own_value(layer: Any, name: str) -> Any:
 
 def set_value(layer: Any, name: str, value: Tensor) -> None:
     """Set a parameter of a plain layer for good: what torch.nn.utils computed it from goes."""
+    hooks = _hooks(layer, name)
+    if isinstance(layer.__dict__.get(name), Tensor) and not hooks:
+        raise ValueError(
+            f"The {name} of a {type(layer).__name__} is no parameter: code around it sets it anew in each call, "
+            f"and would write over a draw. Sample from the converted model instead, or exclude the layer."
+        )
     if parametrize.is_parametrized(layer, name):
         del layer.parametrizations[name]
         if not len(layer.parametrizations):
             # torch would also take the property off the class, which copies of the layer share.
             del layer._modules["parametrizations"]
             layer.__class__ = type(layer).__bases__[0]
-    for key in _hooks(layer, name):
+    for key in hooks:
         del layer._forward_pre_hooks[key]
     layer.__dict__.pop(name, None)
     own = layer._parameters.get(name)

@@ -65,12 +65,12 @@ def _start(member: nn.Module, config: Ensemble) -> list[str]:
     """Start a copy as the config says; returns names of parameters whose own start had to be guessed."""
     if config.init == "fresh":
         return _reset(member)
+    tables: Any = [m for m in member.modules() if kind_of(m) == "table" and getattr(m, "padding_idx", None) is not None]
+    paddings = [(m, m.get_parameter("weight")[m.padding_idx].clone()) for m in tables]
     for parameter in member.parameters():
         parameter.add_(config.jitter * parameter.square().mean().sqrt() * torch.randn_like(parameter))
-    for module in member.modules():
-        padding: Any = getattr(module, "padding_idx", None) if kind_of(module) == "table" else None
-        if padding is not None:
-            module.get_parameter("weight")[padding] = 0  # no parameter: it stays
+    for table, row in paddings:
+        table.get_parameter("weight")[table.padding_idx] = row  # no parameter: it stays
     return []
 
 
@@ -86,8 +86,14 @@ def _reset(member: Any) -> list[str]:
         parameter.add_(1)  # what nothing resets is known by it
     own: Any = getattr(member, "init_weights", None)  # timm's name for it
     knows = callable(own) and not inspect.signature(own).parameters.keys() - {"mode", "needs_reset"}
-    for reset in [own] if knows else resets(member):
-        reset()
+    starts: list[Any] = [own] if knows else resets(member)
+    for reset in starts:
+        try:
+            reset()
+        except Exception:  # a start of its own that does not run: as where nothing starts them
+            broken = {id(p) for p in reset.__self__.parameters()}
+            for name in [name for name, parameter in free.items() if id(parameter) in broken]:
+                free[name].copy_(before[name] + 1)
     left = [name for name, p in free.items() if torch.equal(p, before[name] + 1)]
     for name in left:
         _shuffle(free[name], before[name])
@@ -217,7 +223,7 @@ class EnsemblePosterior(Members):
 
 def _alike(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and bool((a.to(b) == b).all())
+        return a.shape == b.shape and (a.is_meta or b.is_meta or bool((a.to(b) == b).all()))
     return type(a) is type(b) and a == b
 
 
