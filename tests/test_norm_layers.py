@@ -869,3 +869,52 @@ def test_torchs_average_of_weights_takes_converted_networks() -> None:
     sb.sample(fitted, x)
     handle.remove()
     torch.testing.assert_close(fitted[1].running_mean, hidden[-1].mean(0))
+
+
+class Shifted(nn.Module):
+    """A norm that calls its scale, less one, gamma, and its shift beta."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.gamma, self.beta = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) * (self.gamma + 1) + self.beta
+
+
+class Sphere(nn.Module):
+    """A norm with a scale g, and no shift."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.g = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.normalize(x, dim=-1) * len(self.g) ** 0.5 * self.g
+
+
+class Stretch(nn.Module):
+    """A scale without a norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gamma
+
+
+def test_norms_are_known_by_what_they_do_whatever_their_scales_are_called() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), Shifted(8), nn.Linear(8, 8), Sphere(8), Stretch(8), nn.Linear(8, 3))
+    x = torch.randn(5, 6)
+    sb.bayesianize(net, sb.ModelPatch(components=3, jitter=0.5))
+    parts = {name: tuple(p.shape) for name, p in net.named_parameters() if "posterior" in name}
+    shapes = {"1.posterior.gamma.weight", "1.posterior.gamma.bias", "3.posterior.g.weight"}
+    assert parts == dict.fromkeys(shapes, (2, 8))
+    draws = sb.sample(net, x, draws=6, seed=1)
+    torch.testing.assert_close(draws, sb.sample(net, x, draws=6, seed=1, fold=False))
+    assert float(draws.detach().std(0).max()) > 0.01
+    with sb.frozen(net, draws=1, seed=2):
+        torch.testing.assert_close(sb.write_out(net)(x), net(x))

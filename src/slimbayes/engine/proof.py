@@ -31,7 +31,6 @@ from slimbayes.engine.probe import (
     Continues,
     Mask,
     Mixed,
-    Prints,
     Probe,
     doubled,
     entries,
@@ -229,26 +228,21 @@ class Proof:
     def _feels(
         self, mask: Mask, plain: Probe, tainted: Probe, out: list[Any], out_tainted: list[Any], dims: Dims
     ) -> None:
-        """Refuse if anything outside the changed rows differs.
-
-        A layer whose input nothing reaches (token types that are all zero) shows where its rows lie by its own output,
-        which is tainted.
-        """
+        """Refuse if anything outside the changed rows differs. A layer whose input nothing reaches (token types that
+        are all zero) shows where its rows lie by its own output, which is tainted."""
         for a, b in zip(plain.visits, tainted.visits, strict=True):
             for i, (p, q) in enumerate(zip(a.prints, b.prints, strict=True)):
-                if a.shapes[i] == b.shapes[i]:
+                if a.shapes[i] == b.shapes[i] and p is not None and q is not None:
                     self._check(mask, p, q, b.dims[i], f"{a.name}: rows of its input mix with those of other draws")
         for i, (x, y, dim) in enumerate(zip(map(padded, out), map(padded, out_tainted), dims, strict=True)):
             if x.shape != y.shape:
                 raise Mixed(f"output {i} changes its shape when a single row is repeated for each draw")
-            rowless = "" if dim is not None else ", which has no rows,"
-            said = f"output {i}{rowless} mixes rows of different draws"
-            self._check(mask, plain.prints(x, dim), tainted.prints(y, dim), dim, said)
+            said = f"output {i}{'' if dim is not None else ', which has no rows,'} mixes rows of different draws"
+            if (p := plain.prints(x, dim)) is not None and (q := tainted.prints(y, dim)) is not None:
+                self._check(mask, p, q, dim, said)
 
-    def _check(self, mask: Mask, p: Prints, q: Prints, dim: int | None, message: str) -> None:
+    def _check(self, mask: Mask, p: Any, q: Any, dim: int | None, message: str) -> None:
         """Compare fingerprints outside the changed rows, up to the last digits of atomic additions on a GPU."""
-        if p is None or q is None:
-            return
         plain, size, changed = (part.cpu().numpy() for part in (*p, q[0]))
         kept = slice(None) if dim is None else ~entries(mask, len(plain), message)
         slack = (1e-7 if p[0].is_cuda else 1e-13) * size[kept].sum()
@@ -285,15 +279,14 @@ class Proof:
         parts = [self._run_drawn(new.single(j, self.layout), self.inputs) for j in range(2)]
         for i, (a, b) in enumerate(zip(together, arrays_of(stack_draws(parts)), strict=True)):
             if not self._close(a, b):
-                off = f"{trial.relative_difference(a, b):.2g} of its size"
-                raise Mixed(f"output {i} of folded draws differs from that of single ones by {off}")
+                off = trial.relative_difference(a, b)
+                raise Mixed(f"output {i} of folded draws differs from that of single ones by {off:.2g} of its size")
 
     def _run_drawn(self, new: passes.Pass, inputs: Any) -> Any:
         """What the model gives with the draws of a pass, and nothing else at random."""
         model, (args, kwargs) = self.trials.model, trial.copy_inputs(inputs)
-        devices = {p.device.type for p in self.posteriors}
         try:
-            with trial.no_autocast(devices):
+            with trial.no_autocast({p.device.type for p in self.posteriors}):
                 passes.run(new, noise.realise, self.posteriors, new)
                 with Quiet(not model.training, self.trials):
                     out = passes.run(new, model, *args, **kwargs)

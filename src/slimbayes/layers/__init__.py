@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from slimbayes.layers.anything import any_class, has_bias, matrices_of, scales_of
+from slimbayes.layers.anything import any_class, bias_of, matrices_of, scales_of
 from slimbayes.layers.base import LAYERS, BayesLayer, derive_class, registered_class
 from slimbayes.layers.base import register_layer as register_layer
 from slimbayes.layers.linear import Quantised, StoredInOut, is_quantised
@@ -50,7 +50,7 @@ def class_for(layer: nn.Module, covers: Sequence[Kind]) -> type[BayesLayer] | No
     finds: dict[Kind, Callable[[nn.Module], list[str]]] = {"matrix": matrices_of, "norm": scales_of}
     for kind, find in finds.items():
         if kind in covers and (found := find(layer)):
-            biases = [name.replace("weight", "bias") for name in found if has_bias(layer, name)]
+            biases = [bias for name in found if (bias := bias_of(layer, name))]
             return any_class(type(layer), tuple(found), kind, (*found, *biases))
     return None
 

@@ -45,29 +45,30 @@ def scales_of(layer: nn.Module) -> list[str]:
     """The name of a norm's scale, if the module is one."""
     own = dict(layer.named_parameters(recurse=False))
     vectors = all(p.dim() == 1 for p in own.values()) and len({p.numel() for p in own.values()}) == 1
-    plain = "weight" in own and vectors and not any(p.numel() for child in layer.children() for p in child.parameters())
+    plain = vectors and not any(p.numel() for child in layer.children() for p in child.parameters())
     runs = plain and type(layer).forward is not nn.Module.forward
-    return ["weight"] if runs and _normalises(layer, own["weight"]) else []
+    return [name for name in own if runs and _normalises(layer, name)][:1]
 
 
 @torch.no_grad()
-def _normalises(layer: nn.Module, weight: Tensor) -> bool:
-    """Whether outputs keep still when inputs are scaled, but follow the weight."""
+def _normalises(layer: nn.Module, name: str) -> bool:
+    """Whether outputs keep still when inputs are scaled, but follow a weight, each row by another amount."""
     trial: Any = copy.deepcopy(layer).train()
+    weight: Tensor = trial._parameters[name]
     channels, close = len(weight), partial(torch.allclose, rtol=0.05, atol=0.05)
-    trial._parameters["weight"] = weight.detach().clone().normal_(1.0, 0.3)
+    trial._parameters[name] = torch.linspace(0.5, 1.5, channels).to(weight)
     for shape in ((5, 3, channels), (5, channels, 3, 3), (5, channels), (5, channels, 3), (5, channels, 3, 3, 3)):
         # Neighbours differ: groups of a few channels must have a variance that dwarfs the norm's epsilon.
         x = torch.arange(math.prod(shape), dtype=torch.float64).mul(0.6180339887).frac().sub(0.4).view(shape).to(weight)
         try:
             with torch.random.fork_rng([]):
                 y, scaled = trial(x), trial(x * 50)
-                trial._parameters["weight"] = trial._parameters["weight"] * 3
-                other = trial(x)
+                trial._parameters[name] = trial._parameters[name] * 3
+                change = trial(x) - y
         except Exception:
             continue
         if isinstance(y, Tensor) and y.shape == x.shape:
-            return close(y, scaled) and not close(y, other)
+            return close(y, scaled) and not close(change, change.flip(0))
     return False
 
 
@@ -82,14 +83,14 @@ class AnyLayer(BayesLayer):
         found, norm = [], self.bayes_kind == "norm"
         for name in self.drawn_names:
             shape = tuple(own_value(self, name).shape)
-            sizes = (shape[0] if norm else shape[1], shape[0], has_bias(self, name))
+            sizes, bias = (shape[0] if norm else shape[1], shape[0]), bias_of(self, name)
             how: dict[str, Any] = {"positions": "many", "kind": "norm"} if norm else {}
-            found.append(Site(name, *sizes, name, shape, whole=True, **how))
+            found.append(Site(name, *sizes, bool(bias), name, shape, bias_in=bias, whole=True, **how))
         return found
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
-        weight, bias_name = own_value(self, site), site.replace("weight", "bias")
-        bias = own_value(self, bias_name) if has_bias(self, site) else None
+        weight, bias_name = own_value(self, site), bias_of(self, site)
+        bias = own_value(self, bias_name) if bias_name else None
 
         def op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
             return self._substituting({site: weight} | ({} if bias is None else {bias_name: bias}), (x,), {})
@@ -130,7 +131,7 @@ class AnyLayer(BayesLayer):
             weight, bias = posterior.materialise(self.linear_map(name), draw)
             values[name] = weight
             if bias is not None:
-                values[name.replace("weight", "bias")] = bias
+                values[bias_of(self, name)] = bias
         return self._substituting(values, args, kwargs)
 
     def _substituting(self, values: dict[str, Any], args: Any, kwargs: Any) -> Any:
@@ -179,10 +180,13 @@ class AnyLayer(BayesLayer):
         return tree_map(join, *parts)
 
 
-def has_bias(layer: nn.Module, name: str) -> bool:
-    """Whether a bias of one number for each output goes with a weight."""
-    bias, weight = name.replace("weight", "bias"), own_value(layer, name)
-    return bias != name and has(layer, bias) and tuple(own_value(layer, bias).shape) == tuple(weight.shape[:1])
+def bias_of(layer: nn.Module, name: str) -> str:
+    """The bias of one number for each output that goes with a weight, by its name, which of norms may be any; or ""."""
+    weight, bias = own_value(layer, name), name.replace("weight", "bias")
+    if weight.dim() == 1 and (bias == name or not has(layer, bias)):
+        bias = next((other for other in layer._parameters if other != name), name)
+    fits = bias != name and has(layer, bias) and tuple(own_value(layer, bias).shape) == tuple(weight.shape[:1])
+    return bias if fits else ""
 
 
 @made_once
