@@ -48,9 +48,9 @@ class Popen:
     """`python -m slimbayes.lab.command WORDS` in a fork, for code that starts it by subprocess.Popen."""
 
     def __init__(self, words: list[str], **options: object) -> None:
-        from slimbayes.lab.command import app
+        import lightning_fabric  # noqa: F401 (once, and not in each fork)
 
-        self.process = start(app, words[words.index("slimbayes.lab.command") + 1 :])
+        self.process = start(_command, words[words.index("slimbayes.lab.command") + 1 :])
         self.terminate, self.kill = self.process.terminate, self.process.kill
 
     def poll(self) -> int | None:
@@ -61,3 +61,13 @@ class Popen:
         if self.process.exitcode is None:
             raise subprocess.TimeoutExpired("slimbayes", timeout or 0.0)
         return self.process.exitcode
+
+
+def _command(words: list[str]) -> None:
+    """It ends at once: a thread that was forked would be waited for as one of a pool."""
+    from slimbayes.lab.command import app
+
+    try:
+        app(words)
+    except SystemExit as end:
+        os._exit(end.code if isinstance(end.code, int) else 1)

@@ -34,7 +34,7 @@ def run(demo: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[dic
     out = tmp_path_factory.mktemp("demo") / "new folder" / "digits.png"
     x_train, y_train, x, y = demo.digits()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "digits", lambda: (x_train[:800], y_train[:800], x[:100], y[:100]))
+        patch.setattr(demo, "digits", lambda: (x_train[:800], y_train[:800], x[:60], y[:60]))
         patch.setattr(demo, "DRAWS", 1)
         return demo.main(epochs=2, out=out), out
 

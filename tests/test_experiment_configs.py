@@ -50,19 +50,31 @@ def train_rows(experiment: Experiment) -> int:
     return rows if isinstance(data.validation, str) else rows - round(rows * data.validation)
 
 
-@cache
-def _built(text: str) -> nn.Module:
-    experiment = Experiment.model_validate_json(text)
+_BUILT: dict[str, nn.Module] = {}
+
+
+def _built(experiment: Experiment) -> nn.Module:
     task: Any = SimpleNamespace(name=experiment.data.name, fills=lambda: facts(experiment.data.name))
     with shapes_alone():
         return build_network(experiment, task)
 
 
 def built(experiment: Experiment) -> nn.Module:
-    """The converted network on the meta device; rows that share one share the work."""
+    """The converted network on the meta device; rows that share one share the work, as do those whose methods differ in
+    fractions alone: widths, rates and scales, of which a network on that device has no values."""
+    experiment.method.build()  # refuses fractions that are wrong
     tree = {"train": {"epochs": 1, "optimizer": {"kind": "SGD"}}, "name": "one", "data": {"name": experiment.data.name}}
     tree |= {key: experiment.resolved[key] for key in ("model", "method", "include", "exclude")}
-    return _built(Experiment.model_validate(tree).model_dump_json())
+    kind = json.dumps(_without_fractions(tree))
+    if kind not in _BUILT:
+        _BUILT[kind] = _built(Experiment.model_validate(tree))
+    return _BUILT[kind]
+
+
+def _without_fractions(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _without_fractions(value) for key, value in tree.items()}
+    return "fraction" if isinstance(tree, float) else tree
 
 
 def ids(row: PaperRow) -> str:

@@ -87,14 +87,25 @@ def test_imdb_broken(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_real_imdb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All reviews are read; words of every twentieth are counted, which are enough for a whole vocabulary."""
     content = archives.read_xz(real("imdb") / "imdb" / "reviews.txt.xz")
+    # README: SHA-256 of the text
+    assert hashlib.sha256(content).hexdigest() == "114083631d6c67d376f265936363b8f332e6e59ed0ff2cfd17a41446a18ff896"
+    read, labels = imdb._read_packed, dict[str, list[int]]()
+
+    def every_twentieth(*files: Path) -> imdb.Halves:
+        halves = read(*files)
+        labels.update({split: half[1] for split, half in halves.items()})
+        return {split: (texts[::20], numbers[::20]) for split, (texts, numbers) in halves.items()}
+
     monkeypatch.setattr(imdb, "read_xz", lambda path: content)  # once is enough
+    monkeypatch.setattr(imdb, "_read_packed", every_twentieth)
     data = load("imdb", real("imdb"), ["train"])
-    assert data.train.x.shape == (25_000, 80) and data.train.y.bincount().tolist() == [12_500, 12_500]
+    assert labels == dict.fromkeys(("train", "test"), [0] * 12_500 + [1] * 12_500)
+    assert data.train.x.shape == (1250, 80) and data.train.y.bincount().tolist() == [625, 625]
     assert 19_900 < int(data.train.x.max()) < 20_000 and int(data.train.x.min()) == 0
     assert len(data.vocabulary) == 20_000 and data.vocabulary[3] == "the"
-    # README: SHA-256 of the text; the last words of the first review stand at the end of its row
-    assert hashlib.sha256(content).hexdigest() == "114083631d6c67d376f265936363b8f332e6e59ed0ff2cfd17a41446a18ff896"
+    # the last words of the first review stand at the end of its row
     last = imdb.words(content.split(b"\n")[0].decode())[-79:]
     known = [data.vocabulary[n] for n in data.train.x[0, -len(last) :].tolist()]
     assert all(a == b or b == "<unknown>" for a, b in zip(last, known))

@@ -58,14 +58,14 @@ class LSTMClassifier(nn.Module):
 # A wide initialisation: at the default 0.02 attention is flat, and a query's factors would hardly reach the output.
 def bert(**options: Any) -> nn.Module:
     config = BertConfig(
-        vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        vocab_size=WORDS, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48,
         max_position_embeddings=16, num_labels=C, initializer_range=0.3, **options,
     )  # fmt: skip
     return BertForSequenceClassification(config)
 
 
 def gpt2(**options: Any) -> nn.Module:
-    sizes = {"vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "initializer_range": 0.3}
+    sizes = {"vocab_size": WORDS, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 16, "initializer_range": 0.3}
     return GPT2LMHeadModel(
         GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, pad_token_id=0, use_cache=False, **options)
     )
@@ -302,8 +302,8 @@ def test_sample_keeps_the_output_type_and_adds_the_draws_axis_to_every_tensor(fo
         assert drawn.loss.shape == (6,) and len(drawn.loss.unique()) == 6
     assert type(drawn) is type(expected)
     assert drawn.keys() == expected.keys()
-    assert len(drawn.attentions) == 2
-    assert len(drawn.hidden_states) == 3
+    assert len(drawn.attentions) == 1
+    assert len(drawn.hidden_states) == 2
     shapes = [leaf.shape for leaf in pytree.tree_leaves(drawn)]
     assert shapes == [(6, *leaf.shape) for leaf in pytree.tree_leaves(expected)]
 
@@ -581,9 +581,9 @@ def test_vit_learns_the_digits() -> None:
     y = torch.tensor(data.target)
     model = sb.bayesianize(vit(num_channels=1, num_labels=10), sb.Rank1(members=2, scale_init=0.05))
     start = [p.detach().clone() for q in posteriors_of(model) for p in q.parameters()]
-    optimizer = torch.optim.AdamW(sb.param_groups(model, weight_decay=1e-4, lr=3e-3), lr=3e-3)
+    optimizer = torch.optim.AdamW(sb.param_groups(model, weight_decay=1e-4, lr=6e-3), lr=6e-3)
     divergence = sb.kl(model).item()
-    for _ in range(90):
+    for _ in range(50):
         rows = torch.randint(0, 1400, (64,))
         terms = sb.elbo(sb.categorical(sb.sample(model, x[rows]).logits, y[rows]), model, num_data=1400)
         optimizer.zero_grad()
@@ -591,7 +591,7 @@ def test_vit_learns_the_digits() -> None:
         optimizer.step()
     pred = sb.predict(model, x[1400:], draws=4)
     accuracy = (pred.label == y[1400:]).float().mean().item()
-    assert accuracy > 0.75, accuracy  # chance is 0.1
+    assert accuracy > 0.7, accuracy  # chance is 0.1; .77 to .83 with four other seeds
     assert torch.nn.functional.nll_loss(pred.probs.log(), y[1400:]) < 1.0  # chance is 2.3
     moved = [p for q in posteriors_of(model) for p in q.parameters()]
     assert all(not torch.equal(a, b) for a, b in zip(start, moved, strict=True))

@@ -115,10 +115,15 @@ SHAPES = [
 ]
 
 
+# Every kind in every shape, each with one way to draw, and each way with every kind and every shape.
+every_pair = pytest.mark.parametrize(
+    ("kind", "options", "shape", "draws"),
+    [(*kind, shape, draws) for kind, shape, draws in pairwise(KINDS, SHAPES, ["example", "member"])],
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("draws", ["example", "member"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("kind", "options"), KINDS)
+@every_pair
 def test_sampled_sequences_equal_the_slow_loop(
     kind: type, options: dict[str, Any], shape: dict[str, Any], draws: str
 ) -> None:
@@ -159,9 +164,7 @@ def test_additive_factors_shift_both_matrices(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draws", ["example", "member"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("kind", "options"), KINDS)
+@every_pair
 def test_packed_sequences_with_states_equal_the_slow_loop(
     kind: type, options: dict[str, Any], shape: dict[str, Any], draws: str
 ) -> None:
@@ -427,9 +430,7 @@ MASKS = {
 }
 OPTIONS = [
     {},
-    {"batch_first": True},
     {"kdim": 3, "vdim": 6, "batch_first": True},
-    {"add_bias_kv": True},
     {"add_zero_attn": True, "bias": False},
     {"add_bias_kv": True, "add_zero_attn": True, "batch_first": True, "kdim": 3},
 ]

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -337,7 +338,7 @@ def test_a_run_that_will_not_stop_is_killed(fake: Callable[..., Run], monkeypatc
 def test_a_sweep_with_a_kill_and_a_second_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Kill a real run as soon as it has started: it is started again; then call again."""
+    """Kill a real run as soon as it has started: it is started again; then call again. Forks import nothing."""
     monkeypatch.setenv("COLUMNS", "200")
     file, out, plain, first = write(tmp_path), tmp_path / "out", launch._process, list[int]()
 
@@ -345,10 +346,11 @@ def test_a_sweep_with_a_kill_and_a_second_call(
         process = plain(*given)
         if not first:
             time.sleep(0.2)
-            os.kill(process.pid, signal.SIGKILL)
-        first.append(process.pid)
+            process.kill()
+        first.append(len(first))
         return process
 
+    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": forks.Popen}))
     monkeypatch.setattr(launch, "_process", killing)
     assert sweep(file, out, accelerator="cpu") == 0
     told = capsys.readouterr()
