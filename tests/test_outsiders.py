@@ -265,11 +265,11 @@ def test_models_that_take_derivatives_in_their_forward_are_folded_and_predict(co
 
 @torch.no_grad()
 def test_points_with_as_many_coordinates_as_there_are_rows_are_no_rows() -> None:
-    def run(net: Any, x: Tensor, places: Tensor, others: Tensor) -> Tensor:
-        return net.b(net.a(x) * places.sin().sum() + others.cos().sum(1, keepdim=True).mean())
+    def run(net: Any, x: Tensor, more: Tensor, places: Tensor, others: Tensor) -> Tensor:
+        return net.b(net.a(x + more) * places.sin().sum() + others.cos().sum(1, keepdim=True).mean())
 
     net = sb.bayesianize(Net(run), sb.BatchEnsemble(members=3)).eval()
-    inputs = X[:3], torch.randn(7, 3), torch.randn(6, 3)
+    inputs = X[:3], X[:3].sin(), torch.randn(7, 3), torch.randn(6, 3)
     with sb.frozen(net):
         wanted = torch.stack([sb.write_out(net, j)(*inputs) for j in range(3)])
         torch.testing.assert_close(sb.sample(net, *inputs, fold=True), wanted)

@@ -77,12 +77,6 @@ def all_same(leaves: Sequence[Any]) -> bool:
     return all(leaf is first or (isinstance(leaf, plain) and leaf == first) for leaf in leaves)
 
 
-def replace_leaves(tree: Any, leaves: list[Any]) -> Any:
-    """The tree with other leaves, in the order of `leaves_of`."""
-    rest = iter(leaves)
-    return tree_map(lambda leaf: next(rest), tree)
-
-
 def without_cache(leaf: Any) -> Any:
     """Caches of earlier steps and lazy arguments cannot be repeated: trials run without them."""
     return None if is_cache(leaf) else leaf
