@@ -35,6 +35,15 @@ def test_the_temperature_of_one_normal_is_the_root_mean_square_residual() -> Non
     torch.testing.assert_close(scaled.std, torch.full_like(mean, 0.5 * found.temperature))
 
 
+def test_rows_that_leave_the_temperature_open_are_told_of() -> None:
+    sure = sb.Prediction.from_outputs(torch.tensor([[[2.0, 0.0]] * 5]))
+    with pytest.warns(sb.SlimbayesWarning, match="No temperature between 0.01 and 100 is best, so 0.01 was taken"):
+        low = Temperature.fit(sure, torch.zeros(5, dtype=torch.long))
+    with pytest.warns(sb.SlimbayesWarning, match="so 100 was taken"):
+        high = Temperature.fit(sure, torch.ones(5, dtype=torch.long))
+    assert low.temperature < 0.02 and high.temperature > 50
+
+
 def test_the_temperature_of_classes_undoes_logits_that_were_sharpened() -> None:
     logits = 2 * torch.randn(4000, C, generator=torch.Generator().manual_seed(0)).double()
     y = torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator().manual_seed(1))[:, 0]

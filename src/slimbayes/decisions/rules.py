@@ -15,6 +15,7 @@ Sizes: S draws, K members, N rows, C classes.
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,6 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from slimbayes.errors import SlimbayesWarning
 from slimbayes.prediction.accumulate import along_draws, log_mean
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.likelihoods import entropy, likelihood_named
@@ -51,7 +53,8 @@ class Temperature:
 
     @classmethod
     def fit(cls, prediction: Prediction, target: Tensor) -> "Temperature":
-        """The temperature between 0.01 and 100 at which held-out targets are most probable.
+        """The temperature between 0.01 and 100 at which held-out targets are most probable; a warning tells if that is
+        one of the two.
 
         Shape: target as in `Prediction.log_prob`. The samples must have been kept.
         """
@@ -65,6 +68,13 @@ class Temperature:
         if any(map(math.isnan, values)):
             raise ValueError("Held-out predictions and targets must be numbers, got NaN: leave such rows out.")
         best = values.index(min(values))
+        if best in (0, len(grid) - 1):
+            warnings.warn(
+                f"No temperature between {_LOWEST:g} and {_HIGHEST:g} is best, so {math.exp(grid[best]):g} was taken: "
+                f"do the held-out rows say how sure to be? Rows that are all predicted right, or very few, do not.",
+                SlimbayesWarning,
+                stacklevel=2,
+            )
         return cls(math.exp(_lowest(nll, grid[max(best - 1, 0)], grid[min(best + 1, 24)])))
 
     def __call__(self, prediction: Prediction) -> Prediction:
