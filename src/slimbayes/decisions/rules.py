@@ -70,8 +70,8 @@ class Temperature:
         best = values.index(min(values))
         if best in (0, len(grid) - 1):
             warnings.warn(
-                f"No temperature between {_LOWEST:g} and {_HIGHEST:g} is best, so {math.exp(grid[best]):g} was taken: "
-                f"do the held-out rows say how sure to be? Rows that are all predicted right, or very few, do not.",
+                f"No temperature between {_LOWEST:g} and {_HIGHEST:g} is best, so {math.exp(grid[best]):g} was taken. "
+                f"Held-out rows that are all predicted right leave it open, and outputs may be of a size far from 1.",
                 SlimbayesWarning,
                 stacklevel=2,
             )
