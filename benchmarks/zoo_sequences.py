@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import zoo_models
 from torch import Tensor, nn
+from zoo_fields import Whole
 from zoo_models import WORDS, Architecture, B, C
 
 L, WIDTH = 8, 32
@@ -26,17 +27,6 @@ Entry = tuple[str, Callable[[], nn.Module], Callable[[], Inputs]]
 
 def _made(module: str, name: str, *args: Any, **options: Any) -> Any:
     return getattr(importlib.import_module(module), name)(*args, **options)
-
-
-class Asked(nn.Module):
-    """Modules of a library and what is asked of them: run(modules, inputs)."""
-
-    def __init__(self, run: Callable[..., Any], **parts: nn.Module) -> None:
-        super().__init__()
-        self.run, self.parts = run, nn.ModuleDict(parts)
-
-    def forward(self, *args: Any, **inputs: Any) -> Any:
-        return self.run(self.parts, *args, **inputs)
 
 
 def _words(rows: int = B, length: int = L, **more: Callable[[], Tensor]) -> Inputs:
@@ -79,7 +69,7 @@ _X_TRANSFORMERS: list[Entry] = [
     ("alibi", partial(_decoder, options={"alibi_pos_bias": True, "attn_qk_norm": True, "sandwich_norm": True}), _words),
     ("gated", partial(_decoder, options=_GATED, num_memory_tokens=3, tie_embedding=True), _words),
     ("dynamic-positions", partial(_decoder, options={"dynamic_pos_bias": True, "attn_num_mem_kv": 2}), _words),
-    ("memories", lambda: Asked(_with_memories, net=_decoder(options=_ROTARY, max_mem_len=L)), _words),
+    ("memories", lambda: Whole(_with_memories, net=_decoder(options=_ROTARY, max_mem_len=L)), _words),
     ("loss", lambda: _made("x_transformers", "AutoregressiveWrapper", _decoder(options=_ROTARY)), _words),
     (
         "translator",
@@ -172,7 +162,7 @@ def _tag(parts: Any, x: Tensor, tags: Tensor) -> Tensor:
 _CRF: list[Entry] = [
     (
         "tagger",
-        lambda: Asked(
+        lambda: Whole(
             _tag,
             embedding=nn.Embedding(WORDS, 16),
             rnn=nn.LSTM(16, 8, bidirectional=True, batch_first=True),
@@ -315,7 +305,7 @@ def _read(parts: Any, x: Tensor) -> Tensor:
 
 
 _FASTAI: list[Entry] = [
-    ("awd-lstm", lambda: Asked(_read, net=_awd_lstm()), _words),
+    ("awd-lstm", lambda: Whole(_read, net=_awd_lstm()), _words),
     (
         "tabular",
         lambda: _made("fastai.tabular.model", "TabularModel", [(5, 3), (6, 3)], 4, 2, [16, 8], ps=0.1, embed_p=0.1),
@@ -336,7 +326,7 @@ _PYCOX: list[Entry] = [
     ),
     (
         "loss-of-all-rows",
-        lambda: Asked(_cox, net=_made("torchtuples.practical", "MLPVanilla", 4, [16], 1, True, 0.1)),
+        lambda: Whole(_cox, net=_made("torchtuples.practical", "MLPVanilla", 4, [16], 1, True, 0.1)),
         lambda: {"": torch.randn(6, 4), "durations": torch.rand(6), "events": torch.tensor([1.0, 0, 1, 1, 0, 1])},
     ),
 ]
@@ -412,7 +402,7 @@ def _judge(parts: Any, x: Tensor, actions: Tensor) -> Any:
 _STABLE_BASELINES: list[Entry] = [
     (
         "evaluate-actions",
-        lambda: Asked(_judge, policy=_policy()),
+        lambda: Whole(_judge, policy=_policy()),
         lambda: {**_numbers(B, 5), "actions": torch.randint(3, (B,))},
     )
 ]
@@ -420,7 +410,7 @@ _DUELING = {"dueling_param": ({"hidden_sizes": [8]}, {"hidden_sizes": [8]})}
 _TIANSHOU: list[Entry] = [
     (
         "dueling",
-        lambda: Asked(
+        lambda: Whole(
             lambda parts, obs: parts["net"](obs)[0],
             net=_made("tianshou.utils.net.common", "Net", state_shape=5, action_shape=3, hidden_sizes=[16], **_DUELING),
         ),
@@ -428,7 +418,7 @@ _TIANSHOU: list[Entry] = [
     ),
     (
         "recurrent",
-        lambda: Asked(
+        lambda: Whole(
             lambda parts, obs: parts["net"](obs)[0],
             net=_made("tianshou.utils.net.common", "Recurrent", layer_num=1, state_shape=5, action_shape=3,
                       hidden_layer_size=16),
@@ -455,7 +445,7 @@ def _tensordict() -> nn.Module:
     wrap = partial(_made, "tensordict.nn", "TensorDictModule")
     steps = [wrap(nn.Linear(4, 8), ["x"], ["h"]), wrap(nn.Linear(8, C), ["h"], ["y"])]
     net = _made("tensordict.nn", "TensorDictSequential", *steps)
-    return Asked(
+    return Whole(
         lambda p, x: p["net"](_made("tensordict", "TensorDict", {"x": x}, batch_size=x.shape[:1]))["y"], net=net
     )
 

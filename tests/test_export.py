@@ -42,7 +42,7 @@ def summaries(model: nn.Module, x: torch.Tensor, draws: int = 3) -> list[np.ndar
 
 
 @pytest.mark.usefixtures("chosen")
-@pytest.mark.parametrize("method", list(METHODS)[::3])  # all of them go through a program on their way to ONNX
+@pytest.mark.parametrize("method", sorted({*PROGRAMS, *list(METHODS)[::3]}))  # all go through one on their way to ONNX
 def test_a_program_predicts_as_the_model_does(method: str, tmp_path: Path) -> None:
     model = net(method)
     made = sb.export(model, torch.randn(5, 4), tmp_path / "net.pt2", draws=3, seed=5, likelihood="categorical")
@@ -53,12 +53,10 @@ def test_a_program_predicts_as_the_model_does(method: str, tmp_path: Path) -> No
             np.testing.assert_allclose(got.detach(), want, atol=1e-5)
 
 
-@pytest.mark.usefixtures("chosen")
-@pytest.mark.parametrize("method", METHODS)
-def test_onnx_predicts_as_the_model_does(method: str, tmp_path: Path) -> None:
+def check_onnx(model: nn.Module, tmp_path: Path) -> None:
+    """The file's means and uncertainties of any number of rows are those of `predict`."""
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
-    model = net(method)
     made = sb.export(model, torch.randn(5, 4), tmp_path / "net.onnx", draws=3, seed=5, likelihood="categorical")
     session = runtime.InferenceSession(str(made.path))
     for rows in (1, 2, 9):
@@ -67,6 +65,12 @@ def test_onnx_predicts_as_the_model_does(method: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(got, want, atol=1e-4)
     about = json.loads(session.get_modelmeta().custom_metadata_map["slimbayes"])
     assert about["likelihood"] == "categorical" and about["inputs"] == {"input": [None, 4]}
+
+
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.parametrize("method", METHODS)
+def test_onnx_predicts_as_the_model_does(method: str, tmp_path: Path) -> None:
+    check_onnx(net(method), tmp_path)
 
 
 def members_of_a_head() -> nn.Module:
@@ -86,17 +90,7 @@ def test_members_of_a_head_are_exported_one_by_one(tmp_path: Path) -> None:
 
 
 def test_members_of_a_head_are_exported_to_onnx(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
-    runtime = pytest.importorskip("onnxruntime")
-    model = members_of_a_head()
-    made = sb.export(model, torch.randn(5, 4), tmp_path / "net.onnx", draws=3, seed=5, likelihood="categorical")
-    session = runtime.InferenceSession(str(made.path))
-    for rows in (1, 2, 9):
-        x = torch.randn(rows, 4)
-        for got, want in zip(session.run(None, {"input": x.numpy()}), summaries(model, x), strict=True):
-            np.testing.assert_allclose(got, want, atol=1e-4)
-    about = json.loads(session.get_modelmeta().custom_metadata_map["slimbayes"])
-    assert about["likelihood"] == "categorical" and about["inputs"] == {"input": [None, 4]}
+    check_onnx(members_of_a_head(), tmp_path)
 
 
 @pytest.mark.parametrize("scale", [0.5, torch.tensor([0.5, 2.0])])

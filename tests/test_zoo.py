@@ -1,6 +1,7 @@
 """benchmarks/zoo.py on two small architectures, and that its checks find faults planted for them."""
 
 import json
+import re
 import sys
 import time
 from dataclasses import replace
@@ -152,3 +153,12 @@ def test_a_refused_conversion_leaves_the_rest_unjudged() -> None:
     )
     assert found["checks"] == dict.fromkeys(HOLD, "not run") | {"convert": "fails"}
     assert "found none" in found["errors"]["convert"]
+
+
+def test_readme_says_how_many_architectures_and_libraries_the_page_has() -> None:
+    root = Path(__file__).parents[1]
+    page, readme = (root / "docs" / "zoo.md").read_text(), (root / "README.md").read_text()
+    counts = page.split("## How many pairs hold")[1].split("\n## ")[0]
+    libraries = re.findall(r"^\| ([a-z]\w*) \|", counts, re.MULTILINE)
+    count = re.findall(r"pairs hold\*\* on (\d+) architectures", page)
+    assert f"on {count[0]} architectures of {len({*libraries} - {'package', 'all'})} libraries" in readme

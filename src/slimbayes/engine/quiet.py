@@ -78,9 +78,10 @@ class Quiet(TorchFunctionMode):
         writes = name in _WRITES or (name[-1:] == "_" and name[-2:] != "__")
         if not (name in _LOOKED_AT or writes or self.watched or self.compared or "out" in kwargs):
             return func(*args, **kwargs)
-        if self.trials is not None:
-            for target in [args[0] if args else kwargs.get("input")] * writes + [kwargs.get("out")]:
-                self.trials.note_write(target)
+        if self.trials is not None and writes:
+            self.trials.note_write(args[0] if args else kwargs.get("input"))
+        if self.trials is not None and "out" in kwargs:
+            self.trials.note_write(kwargs["out"])
         if self.watched and name not in _FACTS:
             self._note_uses([*args, *kwargs.values()])
         if self.watched and name == "__get__":  # a shape or a type is no use of a weight, but weight.T is

@@ -29,7 +29,8 @@ def plain_modules(model: nn.Module) -> list[nn.Module]:
         if hasattr(type(module), "plain_forward") or isinstance(module, ScriptModule):
             return
         if passes.first_key(module) is None and type(module).forward is not nn.Module.forward:
-            found.extend([module] * any(p.dim() > 1 for p in module.parameters()))
+            if any(p.dim() > 1 for p in module.parameters()):
+                found.append(module)
             return
         for child in module.children():
             visit(child)
