@@ -13,7 +13,7 @@ RUN = .venv/bin/python
 # Which build of torch is right, and so its hash, depends on the machine: it is the one package that is not locked.
 TORCH = torch==2.13.0
 
-.PHONY: demo digits test suite quick mutations faults lint supply build lock audit bench bench-gpu bench-lab zoo coverage reproduction
+.PHONY: demo digits test suite quick kernels mutations faults lint supply build lock audit bench bench-gpu bench-lab zoo coverage reproduction
 
 demo: .venv/ready
 	$(RUN) examples/demo.py
@@ -35,6 +35,10 @@ quick: .venv/ready
 # Planted bugs: does the suite see them? Some twenty minutes.
 mutations: .venv/ready
 	$(RUN) tests/mutations.py
+
+# Kernels without a GPU: their tests in Triton's interpreter, and each compiled for an H200. Some ten minutes.
+kernels: .triton/ready
+	PYTHONPATH=.triton $(RUN) -m pytest -n 2 --dist worksteal tests/test_kernels_*.py
 
 # Kills, full disks, damaged and hostile files: what is lost? Some eight minutes; writes docs/reliability.md.
 faults: .venv/ready
@@ -117,6 +121,11 @@ release-check: .venv/ready
 	$(RUN) -m pip install --quiet $(TORCH)
 	$(RUN) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	$(RUN) -m pip check
+	touch $@
+
+# Beside the environment, not in it: torch.compile asks for Triton.
+.triton/ready: .venv/ready
+	$(RUN) -m pip install --quiet --no-deps --target .triton triton==3.9.0
 	touch $@
 
 .tools/ready:

@@ -234,6 +234,7 @@ def test_fused_factors_equal_plain_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     from slimbayes.engine import fused
 
     monkeypatch.setattr(fused, "LARGE", 1)
+    monkeypatch.setattr("slimbayes.posteriors.rank1.LARGE", 1)
     used = []
     real = fused.fused
     monkeypatch.setattr("slimbayes.engine.rows.fused", lambda *a: used.append(real(*a)) or used[-1])
