@@ -179,7 +179,7 @@ MUTATIONS = [
     ),
     Mutation(
         "proof-allowed",
-        "if not visit.allowed(dim, len(visit.shapes[0])):",
+        "if not visit.layer.may_hold_rows(dim, len(visit.shapes[0])):",
         "if False:",
         "test_engine.py -k wrong_folding",
     ),
@@ -489,8 +489,8 @@ MUTATIONS = [
     ),
     Mutation(
         "kl-tied-twice",
-        "list({id(pair[0]): pair for pair in reversed(pairs)}.values())[",
-        "pairs[::-1][",
+        "kinds = kinds_of(every)",
+        "kinds = kinds_of([p for m in model.modules() if hasattr(m, 'posterior') for p in m.posterior.values()])",
         "test_engine.py -k tied",
     ),
     Mutation("mixture-count", "- math.log(logp.shape[0])", "", "test_objective.py"),

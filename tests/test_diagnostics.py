@@ -20,6 +20,7 @@ from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.diagnostics.spectra import low_rank
 from slimbayes.distributions.families import Distribution
 from slimbayes.distributions.kl import kl
+from slimbayes.engine.passes import posteriors_of
 
 METHODS = [sb.MeanField(), sb.KTied(rank=2), sb.MatrixNormal()]
 
@@ -36,7 +37,7 @@ def single(m: int, n: int, config: sb.Config) -> nn.Linear:
 
 
 def sigma(net: nn.Module, name: str = "weight") -> Tensor:
-    return next(s for s in gaussian_sites(net) if s.name == name).scales()
+    return gaussian_sites(net)[name].scales()
 
 
 def with_sigma(matrix: Tensor, **options: object) -> nn.Linear:
@@ -186,10 +187,10 @@ def test_f27_every_layer_has_a_matrix_view_that_round_trips(
 ) -> None:
     net = sb.bayesianize(layer, sb.MeanField(scale_jitter=0.003))
     assert {s.name: s.shape for s in dg.spectrum(net).sites} == sites
-    before = {s.name: s.scales() for s in gaussian_sites(net)}
-    for site in gaussian_sites(net):
-        view = site.posterior.site
-        assert torch.equal(view.from_matrix(view.to_matrix(site.weight)), site.weight)
+    before = {name: p.scales() for name, p in gaussian_sites(net).items()}
+    for p in gaussian_sites(net).values():
+        weight = p.linear_map().weight
+        assert torch.equal(p.site.from_matrix(p.site.to_matrix(weight)), weight)
     errors = dg.truncation_errors(net, 2)
     free = dg.truncate(copy.deepcopy(net), 2)
     for name, a in before.items():
@@ -259,6 +260,32 @@ def test_truncated_models_save_and_load(source: sb.Config, tmp_path: Path) -> No
     one = sb.sample(net, torch.ones(3, 12), draws=2)
     torch.manual_seed(1)
     assert torch.equal(one, sb.sample(again, torch.ones(3, 12), draws=2))
+
+
+def test_a_model_that_has_run_goes_on_after_its_posteriors_changed_class() -> None:
+    net, x = sb.bayesianize(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), sb.KTied()), torch.randn(6, 4)
+    sb.sample(net, x), sb.kl(net)
+    dg.truncate(net, rank=1)
+    fresh = copy.deepcopy(net)
+    torch.testing.assert_close(sb.kl(net), sb.kl(fresh))
+    torch.testing.assert_close(sb.sample(net, x, draws=2, fold=True, seed=1), sb.sample(fresh, x, draws=2, seed=1))
+    assert all(p.layer is layer for layer, p in zip((net[0], net[2]), posteriors_of(net), strict=True))
+
+
+def test_a_weight_of_two_layers_counts_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.tanh(self.a(x)))
+
+    net = sb.bayesianize(Tied(), sb.MeanField(scale_init=0.3))
+    ratios = dg.log_ratios(net, lambda held: torch.zeros(500), draws=500, chunk=500)
+    assert list(dg.prune(copy.deepcopy(net), 0.5).by_weight) == ["a.weight"]
+    assert float(ratios.mean()) == pytest.approx(-float(sb.kl(net).detach()), rel=0.1)
 
 
 def test_truncation_of_a_module_converted_inside_another() -> None:
@@ -568,16 +595,16 @@ def test_k_hat_refuses_what_it_cannot_judge() -> None:
 @pytest.mark.parametrize("config", METHODS, ids=lambda c: type(c).__name__)
 def test_pruning_takes_the_lowest_ratios_of_all_layers(config: sb.Config) -> None:
     net = mlp(config)
-    before = {s.name: (s.means(), s.scales()) for s in gaussian_sites(net)}
+    before = {name: (p.means(), p.scales()) for name, p in gaussian_sites(net).items()}
     ratios = torch.cat([(m.abs() / s).flatten() for m, s in before.values()])
     report = dg.prune(net, 0.7)
     assert report.sparsity == pytest.approx(0.7, abs=0.5 / len(ratios))
     assert report.threshold == pytest.approx(float(ratios.sort().values[round(0.7 * len(ratios)) - 1]))
     assert list(report.by_weight) == list(before)
-    for site in gaussian_sites(net):
-        mean, scale = before[site.name]
+    for name, site in gaussian_sites(net).items():
+        mean, scale = before[name]
         gone = mean.abs() / scale <= report.threshold
-        assert float(gone.double().mean()) == pytest.approx(report.by_weight[site.name])
+        assert float(gone.double().mean()) == pytest.approx(report.by_weight[name])
         torch.testing.assert_close(site.means(), mean.masked_fill(gone, 0.0))
         torch.testing.assert_close(site.scales(), scale.masked_fill(gone, 1e-6), rtol=1e-4, atol=0)
     assert sb.kl(net).isfinite() and sb.predict(net, torch.randn(3, 12), draws=2).probs.isfinite().all()
@@ -588,7 +615,7 @@ def test_pruning_by_threshold_and_by_layer() -> None:
     kept = state(net[2])
     report = dg.prune(net, snr_threshold=1.5, exclude="2")
     assert same(kept, state(net[2])) and list(report.by_weight) == ["0.weight", "4.weight"]
-    ratios = [(s.means().abs() / s.scales()) for s in gaussian_sites(net, exclude="2")]
+    ratios = [(p.means().abs() / p.scales()) for p in gaussian_sites(net, exclude="2").values()]
     assert all(bool(((r == 0) | (r >= 1.5)).all()) for r in ratios) and report.threshold < 1.5
 
 

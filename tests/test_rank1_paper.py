@@ -683,7 +683,7 @@ def test_the_mixtures_kl_needs_whole_parameters(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Rank1Posterior, "sharded", True)
     posterior: Any = net[0].posterior["weight"]
     with pytest.raises(ValueError, match="needs whole parameters"):
-        posterior.kl(None)  # what `sb.kl` calls for each posterior whose parameters are shards
+        posterior.kl()  # what `sb.kl` calls for each posterior whose parameters are shards
 
 
 # The log-uniform prior of section 3.2 ---------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from slimbayes.diagnostics.spectra import plot_scales as plot_scales
 from slimbayes.diagnostics.spectra import plot_spectrum as plot_spectrum
-from slimbayes.layers.base import sites_in
+from slimbayes.engine.passes import posteriors_of
 from slimbayes.metrics.functional import calibration, surest_first
 from slimbayes.prediction.accumulate import mixture_below
 from slimbayes.prediction.panels import BLUE, GREY, ORANGE, empty_figure, remove_box
@@ -193,8 +193,8 @@ def posterior_scales(model: nn.Module, most: int = 40) -> Figure:
 def _ratios(model: nn.Module) -> dict[str, Tensor]:
     """Scales over the prior's of each posterior that has any, by name."""
     found: dict[str, Tensor] = {}
-    for _, layer, site, posterior in sites_in(model):
-        ratios = posterior.against_prior(layer.linear_map(site))
+    for posterior in posteriors_of(model):
+        ratios = posterior.against_prior()
         if ratios:
             found[str(posterior.name)] = torch.cat([r.flatten().double().cpu() for _, r in ratios])
     return found

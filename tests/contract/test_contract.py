@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import slimbayes as sb
 from slimbayes.distributions.families import rho_from_scale
-from slimbayes.engine import calls, passes
+from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.posteriors.correlated import CorrelatedPosterior
@@ -335,8 +335,11 @@ def test_every_row_of_a_folded_batch_equals_a_plain_model_with_that_draws_weight
         if isinstance(posterior, MemberNormPosterior):  # and statistics
             nn.init.normal_(posterior.running_mean)
             nn.init.uniform_(posterior.running_var, 0.5, 2.0)
-    new, layout, folds = calls.draw_all(model, posteriors_of(model), (x,), {}, 2 * sb.members(model), fold=True)
-    sampled = main_output(calls.run_draws(model, posteriors_of(model), (x,), {}, new, layout, folds))
+    layout, draws = calls.layout_of(model, (x,), {}, posteriors_of(model)), 2 * sb.members(model)
+    assert layout.folds
+    new = passes.Pass(draws, draws * case.rows, rowwise=layout.apart)
+    noise.draw(posteriors_of(model), new)
+    sampled = main_output(calls.run_draws(model, posteriors_of(model), (x,), {}, new, layout, folds=True))
     rtol, atol = (1e-6, 1e-7) if "drop" in method else (1e-9, 1e-10)  # dropout rates are float32
     posteriors = posteriors_of(model)
     own = passes.run(new, lambda: any(p.per_row or isinstance(p, GaussianPosterior) for p in posteriors))
@@ -485,7 +488,7 @@ class JointDensity:
         free = torch.ones(posterior.size, dtype=torch.bool)
         if posterior.site.kind == "table" and posterior.regularises_mean and layer.padding_idx is not None:
             free[: posterior.site.shape[1]] = layer.padding_idx != 0
-        self.loc = posterior.means(layer.linear_map(posterior.site.name)).detach()[:, free]
+        self.loc = posterior.means().detach()[:, free]
         covariance = posterior.covariance().detach()[:, free][:, :, free]
         self.q = torch.distributions.MultivariateNormal(self.loc, covariance)
 

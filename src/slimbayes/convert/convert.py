@@ -23,7 +23,6 @@ from slimbayes.layers.copied import copied_class
 from slimbayes.layers.methods import MARK, Opens, class_before, open_passes, turn_off_fast_paths
 from slimbayes.posteriors.base import Config, SiteConfig
 from slimbayes.posteriors.configs.whole_modules import Ensemble
-from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.train.likelihoods import NOISE_RULE
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -110,10 +109,9 @@ def bayesianize(
             for posterior in posteriors.values() if decision.tied is None else ():
                 posterior.join(layer)  # type: ignore[operator]
         # Only now, when nothing else can fail: starting components may set the layer's scales.
-        for decision, layer, _, posteriors in built:
-            for site, posterior in posteriors.items() if decision.tied is None else ():
-                if not isinstance(posterior, EnsemblePosterior):
-                    posterior.adopt(layer.linear_map(site))  # type: ignore[operator]
+        for decision, _, _, posteriors in built:
+            for posterior in posteriors.values() if decision.tied is None else ():
+                posterior.adopt()  # type: ignore[operator]
     except Exception:
         for _, layer, _, posteriors in built:
             _restore(layer, posteriors)
@@ -208,7 +206,7 @@ def _posteriors(decision: Decision, layer: nn.Module, device: torch.device) -> t
         except ValueError as error:
             decision.stay(str(error), problem=True)
             break
-        posterior.name, posterior.blockwise = name, site.whole
+        posterior.name, posterior.site, posterior.blockwise = name, site, site.whole
         out[site.name] = posterior
     return cls, out.train(layer.training)
 

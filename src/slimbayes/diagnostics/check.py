@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from slimbayes.diagnostics.psis import KHat, k_hat
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.engine.sharing import evaluating
-from slimbayes.layers.base import sites_in
 from slimbayes.prediction.sample import members, sample
 from slimbayes.train.elbo import dwarfed, kl
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
@@ -150,11 +149,8 @@ def check(
 def _shares(model: nn.Module) -> tuple[int, float, float]:
     """How many elements of the posterior have a prior of their own, and which share is at it or collapsed."""
     count, near, nothing = 0, 0.0, 0.0
-    seen: set[int] = set()
-    for _, layer, site, posterior in sites_in(model):
-        pairs = [] if id(posterior) in seen else posterior.against_prior(layer.linear_map(site))
-        seen.add(id(posterior))
-        for offset, ratio in pairs:
+    for posterior in posteriors_of(model):
+        for offset, ratio in posterior.against_prior():
             count += ratio.numel()
             near += float(((offset.abs() < _NEAR) & ((ratio - 1).abs() < _NEAR)).sum())
             nothing += float((ratio < _NOTHING).sum())

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.engine.sharing import evaluating
-from slimbayes.layers.base import sites_in
 from slimbayes.prediction.sample import frozen, members
 
 LogLikelihood = Callable[[nn.Module], Tensor]
@@ -84,8 +83,8 @@ def log_ratios(model: nn.Module, log_likelihood: LogLikelihood, draws: int = 100
 
 def _density_ratios(model: nn.Module) -> Iterator[Tensor]:
     """log p(theta) - log q(theta) of the held draws of each matrix: (K n,)."""
-    for _, layer, site, posterior in sites_in(model):
-        ratio = posterior.log_ratio(layer.linear_map(site))
+    for posterior in posteriors_of(model):
+        ratio = posterior.log_ratio()
         if ratio is None:
             raise TypeError(
                 f"{posterior.name}: the density of a {type(posterior).__name__}'s draws is not known. log_ratios and "

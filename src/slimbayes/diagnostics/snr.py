@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.convert.plan import Selection
-from slimbayes.diagnostics.sites import gaussian_sites, set_scales
+from slimbayes.diagnostics.sites import gaussian_sites, layer_of, set_scales
 from slimbayes.posteriors.configs.base import check_choice
 
 
@@ -61,9 +61,9 @@ class GradientSNR:
         self.window, self.steps = window, 0
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}  # by layer, by name
         self.history: dict[str, Tensor] = {}
-        for site in gaussian_sites(model):
-            scales = {f"{site.name} {n}": p for n, p in site.posterior.named_parameters() if n != "bias_log_scale"}
-            self.parameters.setdefault(site.layer_name, {}).update(scales)
+        for weight, posterior in gaussian_sites(model).items():
+            scales = {f"{weight} {n}": p for n, p in posterior.named_parameters() if n != "bias_log_scale"}
+            self.parameters.setdefault(layer_of(weight), {}).update(scales)
             for name, p in scales.items():
                 self.history[name] = torch.zeros(window, p.numel(), dtype=torch.float64, device=p.device)
 
@@ -143,17 +143,19 @@ def prune(
         (0.8, True)
     """
     sites = gaussian_sites(model, include, exclude)
-    ratios = [(site.means().abs() / site.scales()).cpu() for site in sites]
+    ratios = [(p.means().abs() / p.scales()).cpu() for p in sites.values()]
     chosen = _chosen(torch.cat([r.flatten() for r in ratios]), fraction, snr_threshold)
     masks = [part.view(r.shape) for part, r in zip(chosen.split([r.numel() for r in ratios]), ratios)]
-    pairs = list(zip(sites, masks, strict=True))
-    losing = {site.layer_name for site, mask in pairs if mask.any()}  # a layer has one config: all its matrices change
-    new = [(site, site.scales().masked_fill(mask.to(site.posterior.device), PRUNED_SCALE)) for site, mask in pairs]
-    set_scales(model, "prune", [(site, scales) for site, scales in new if site.layer_name in losing])
-    for site, mask in pairs:
-        site.weight.masked_fill_(site.posterior.site.from_matrix(mask).to(site.weight.device), 0.0)
+    found = [(name, p, mask) for (name, p), mask in zip(sites.items(), masks, strict=True)]
+    losing = {
+        layer_of(name) for name, _, mask in found if mask.any()
+    }  # a layer has one config: all its matrices change
+    new = {name: p.scales().masked_fill(mask.to(p.device), PRUNED_SCALE) for name, p, mask in found}
+    set_scales(model, "prune", {name: scales for name, scales in new.items() if layer_of(name) in losing})
+    for _, p, mask in found:
+        p.linear_map().weight.masked_fill_(p.site.from_matrix(mask).to(p.device), 0.0)
     gone = [r[mask].max() for r, mask in zip(ratios, masks) if mask.any()]
-    by_weight = {site.name: int(mask.sum()) / mask.numel() for site, mask in pairs}
+    by_weight = {name: int(mask.sum()) / mask.numel() for name, _, mask in found}
     return Pruned(int(chosen.sum()) / len(chosen), by_weight, float(max(gone, default=-math.inf)))
 
 

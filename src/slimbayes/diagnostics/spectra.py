@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from slimbayes.convert.convert import Model
 from slimbayes.convert.plan import Selection
-from slimbayes.diagnostics.sites import gaussian_sites, set_scales
+from slimbayes.diagnostics.sites import gaussian_sites, layer_of, set_scales
 from slimbayes.errors import did_you_mean
 from slimbayes.posteriors.configs.base import check_choice, check_count
 from slimbayes.prediction.panels import empty_figure, remove_box
@@ -115,9 +115,9 @@ def spectrum(model: nn.Module, include: Selection = None, exclude: Selection = N
         (1.0, True)
     """
     found = []
-    for site in gaussian_sites(model, include, exclude):
-        means, scales = (tuple(torch.linalg.svdvals(matrix).tolist()) for matrix in (site.means(), site.scales()))
-        found.append(SiteSpectrum(site.name, site.posterior.site.matrix, means, scales))
+    for name, p in gaussian_sites(model, include, exclude).items():
+        means, scales = (tuple(torch.linalg.svdvals(matrix).tolist()) for matrix in (p.means(), p.scales()))
+        found.append(SiteSpectrum(name, p.site.matrix, means, scales))
     return Spectrum(tuple(found))
 
 
@@ -145,14 +145,14 @@ def truncate(
     check_count("truncate", "rank", rank)
     if not epsilon > 0:
         raise ValueError(f"epsilon must be positive: a standard deviation of zero has an infinite KL; got {epsilon!r}.")
-    for site in sites:
-        m, n = site.posterior.site.matrix
+    for name, p in sites.items():
+        m, n = p.site.matrix
         if rank > min(m, n):
             raise ValueError(
-                f"{site.name}: rank={rank} is more than its {m} x {n} matrix of standard deviations can have, which is "
-                f"{min(m, n)}. Choose a lower rank, or leave the layer as it is with exclude={site.layer_name!r}."
+                f"{name}: rank={rank} is more than its {m} x {n} matrix of standard deviations can have, which is "
+                f"{min(m, n)}. Choose a lower rank, or leave the layer as it is with exclude={layer_of(name)!r}."
             )
-    set_scales(model, "truncate", [(site, low_rank(site.scales(), rank).clamp_min(epsilon)) for site in sites])
+    set_scales(model, "truncate", {name: low_rank(p.scales(), rank).clamp_min(epsilon) for name, p in sites.items()})
     return model
 
 
@@ -170,10 +170,9 @@ def truncation_errors(
         >>> one > 1e-3, three < 1e-6
         (True, True)
     """
-    sites = gaussian_sites(model, include, exclude)
-    truncated = gaussian_sites(truncate(copy.deepcopy(model), rank, epsilon, include, exclude), include, exclude)
-    pairs = [(site.name, site.scales(), new.scales()) for site, new in zip(sites, truncated, strict=True)]
-    return {name: float((after - before).norm() / before.norm()) for name, before, after in pairs}
+    before = {name: p.scales() for name, p in gaussian_sites(model, include, exclude).items()}
+    after = gaussian_sites(truncate(copy.deepcopy(model), rank, epsilon, include, exclude), include, exclude)
+    return {name: float((after[name].scales() - scales).norm() / scales.norm()) for name, scales in before.items()}
 
 
 def low_rank(matrix: Tensor, rank: int) -> Tensor:
@@ -205,11 +204,11 @@ def plot_scales(model: nn.Module, layer: str) -> Figure:
         4
     """
     sites = gaussian_sites(model)
-    found = [s for s in sites if s.name == layer] or [s for s in sites if s.layer_name == layer]
+    found = [layer] if layer in sites else [name for name in sites if layer_of(name) == layer]
     if len(found) != 1:
         problem = "has several weights; name one" if found else "has no Gaussian posterior or is not there"
-        raise ValueError(f"layer={layer!r} {problem}{did_you_mean(layer, [s.name for s in found or sites])}")
-    site, scales = found[0], found[0].scales().cpu()
+        raise ValueError(f"layer={layer!r} {problem}{did_you_mean(layer, found or sites)}")
+    site, scales = sites[found[0]].site, sites[found[0]].scales().cpu()
     squares, maps = torch.linalg.svdvals(scales).square(), [("trained", scales)]
     for rank in (1, 2)[: min(scales.shape)]:
         share = float(squares[:rank].sum() / squares.sum())
@@ -224,9 +223,9 @@ def plot_scales(model: nn.Module, layer: str) -> Figure:
         image = axis.imshow(matrix.numpy(), interpolation=smooth, **look)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("outputs")
-    axes[0].set_ylabel("inputs" if len(site.posterior.site.shape) == 2 else "inputs x kernel")
+    axes[0].set_ylabel("inputs" if len(site.shape) == 2 else "inputs x kernel")
     figure.colorbar(image, ax=list(axes), label="standard deviation", extend="both", pad=0.01, aspect=30)
-    figure.suptitle(f"{site.name}: posterior standard deviations", fontsize=11)
+    figure.suptitle(f"{found[0]}: posterior standard deviations", fontsize=11)
     return figure
 
 

@@ -242,6 +242,5 @@ def _states(model: nn.Module, kept: list[tuple[list[Tensor], Tensor]]) -> dict[s
     for i, p in enumerate(posteriors):
         r, s = (torch.cat([factors[2 * i + j] for factors, _ in kept]) for j in (0, 1))
         bias = None if p.bias is None else nn.functional.pad(p.bias.detach(), (0, 0, 1, 0)).repeat(len(kept), 1)
-        site = next(site for site, own in p.layer.posterior.items() if own is p)
-        out.setdefault(names[id(p.layer)], {})[site] = Drawn(r, s, bias)
+        out.setdefault(names[id(p.layer)], {})[p.site.name] = Drawn(r, s, bias)
     return out

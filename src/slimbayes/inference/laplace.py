@@ -237,7 +237,7 @@ def _fit(
     scaled = likelihood == "gaussian"  # one noise for all; a heteroscedastic head has its own
     spectra = []
     for p, block in zip(joints, curvature.blocks, strict=True):
-        far = (p.means(p.layer.linear_map(p.site.name)).detach().double() - p.locs()).square().sum()
+        far = (p.means().detach().double() - p.locs()).square().sum()
         spectra.append(CurvatureSpectrum(p.name, block.spectrum(), float(far) / p.members))
     given = [float(prior.scale) ** -2] * len(joints) if isinstance(prior, Normal) else None
     groups = [0 if prior == "shared" else id(p.layer) for p in joints]

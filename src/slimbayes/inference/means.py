@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from slimbayes.convert.convert import bayesianize, debayesianize
 from slimbayes.engine import passes
-from slimbayes.layers.base import BayesLayer, Converted, sites_in
+from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.posteriors.configs.gaussian import KTied
 from slimbayes.posteriors.factors import Drawn
 from slimbayes.prediction.sample import central_pass
@@ -79,17 +79,14 @@ def set_factors(model: nn.Module, means: dict[str, dict[str, Drawn]]) -> None:
 @torch.no_grad()
 def fit_k_tied(model: nn.Module, rank: int) -> None:
     """Replace joint posteriors of independent weights by k-tied ones, in place."""
-    configs: dict[str, KTied] = {}
-    variances: dict[tuple[str, str], Tensor] = {}
-    for name, _, site, p in sites_in(model):
-        configs[name] = KTied(rank=rank, prior=p.prior, bias="gaussian", scale_jitter=0.0)
-        variances[name, site] = p.variances()[0].double()
+    shared: Any = {"rank": rank, "bias": "gaussian", "scale_jitter": 0.0}
+    joints = passes.posteriors_of(model)
+    configs = {re.escape(p.name.rpartition(".")[0]): KTied(prior=p.prior, **shared) for p in joints}
+    variances = {p.name: p.variances()[0].double() for p in joints}
     debayesianize(model)
-    bayesianize(model, {re.escape(name): config for name, config in configs.items()})
-    for (name, site), variance in variances.items():
-        converted: Any = model.get_submodule(name)
-        p = converted.posterior[site]
-        size = math.prod(p.site.shape)
+    bayesianize(model, configs)
+    for p in passes.posteriors_of(model):
+        variance, size = variances[p.name], math.prod(p.site.shape)
         log_u, log_v = k_tied_logs(1 / p.site.to_matrix(variance[:size].view(p.site.shape)), p.rank)
         p.log_u.copy_(log_u)
         p.log_v.copy_(log_v)

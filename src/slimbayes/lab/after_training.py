@@ -66,7 +66,7 @@ def diagnose_run(run: Path, execution: Execution, draws: int = 16) -> dict[str, 
     add("scores", lambda: elbo(case)[0])
     add("check", lambda: dict(diagnose_fit(case.loaded, run, read_curve(run))))
     try:
-        narrowest = min(min(site.posterior.site.matrix) for site in gaussian_sites(network))
+        narrowest = min(min(p.site.matrix) for p in gaussian_sites(network).values())
     except ValueError as error:
         found["notes"].append(f"spectrum, truncation and SNR: {error}")
         return found

@@ -123,7 +123,7 @@ def truncation(case: Case) -> Found:
     rank, layers = int(case.options["rank"]), case.options.get("layers")
     network = case.loaded.network
     errors = truncation_errors(network, rank, include=layers)
-    sizes = [site.posterior.site.matrix for site in gaussian_sites(network, layers)]
+    sizes = [p.site.matrix for p in gaussian_sites(network, layers).values()]
     numbers = scores(case, truncate(copy.deepcopy(network), rank, include=layers))
     numbers["parameters"] += sum(rank * (m + n) - m * n for m, n in sizes)  # what k-tied factors would take
     return numbers, {"scores": numbers, "relative_errors": errors}
@@ -143,7 +143,7 @@ def spectrum(case: Case) -> Found:
 def scales(case: Case) -> Found:
     """How large posterior standard deviations are, and how much of a layer's one or two factors explain."""
     network, layer = case.loaded.network, case.options.get("layer")
-    values = {site.name: site.scales() for site in gaussian_sites(network)}
+    values = {name: p.scales() for name, p in gaussian_sites(network).items()}
     every = torch.cat([v.flatten().double() for v in values.values()])
     numbers = {"mean_scale": float(every.mean())}
     if layer:

@@ -251,11 +251,11 @@ class Tracker:
         """What an epoch adds to the curve; numbers that are not finite are left out."""
         found: dict[str, float] = {}
         if "scales" in self.wanted:
-            for site in gaussian_sites(self.network):
-                scales = site.scales()
+            for weight, posterior in gaussian_sites(self.network).items():
+                scales = posterior.scales()
                 squares = torch.linalg.svdvals(scales).square()
-                found[f"mean_scale.{site.name}"] = float(scales.mean())
-                found |= {f"scales_{k}.{site.name}": float(squares[:k].sum() / squares.sum()) for k in (1, 2)}
+                found[f"mean_scale.{weight}"] = float(scales.mean())
+                found |= {f"scales_{k}.{weight}": float(squares[:k].sum() / squares.sum()) for k in (1, 2)}
         if self.snr is not None:
             found |= {f"snr.{layer}": ratio for layer, ratio in self.snr.result().items()}
             found |= {f"snr_median.{layer}": ratio for layer, ratio in self.snr.result("median").items()}

@@ -5,7 +5,7 @@ the posterior at `layer.posterior[site]` does the rest.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
@@ -218,13 +218,6 @@ def sites_of(cls: type[BayesLayer], layer: Any) -> list[Site]:
         return layer.sites()
     finally:
         layer.__class__ = plain
-
-
-def sites_in(model: nn.Module) -> Iterator[tuple[str, Any, str, Any]]:
-    """Every posterior of a model's converted layers: the layer's name, the layer, the site's name, the posterior."""
-    for name, layer in model.named_modules():
-        for site, posterior in layer.posterior.items() if isinstance(layer, BayesLayer) else ():
-            yield name, layer, site, posterior
 
 
 def made_once(make: Callable[..., Any]) -> Callable[..., Any]:

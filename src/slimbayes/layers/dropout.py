@@ -6,7 +6,6 @@ import ast
 import inspect
 import re
 import textwrap
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,16 +16,9 @@ from slimbayes.layers.base import BayesLayer, bayes_form, registered_class
 from slimbayes.layers.site import Site, Unit
 
 
-@dataclass
-class DropMap(LinearMap):
-    """The identity, and how the layer drops: its rate, its unit, and whether it keeps SELU's moments."""
+class BayesDropLayer(BayesLayer):
+    """What dropout layers share: `unit` is what they drop, `selu` whether they keep SELU's moments."""
 
-    rate: float = 0.0
-    unit: Unit = "element"
-    selu: bool = False
-
-
-class _BayesDropout(BayesLayer):
     bayes_kind = "dropout"
     bayes_channel_dim = 1
     read_names = ()
@@ -39,22 +31,21 @@ class _BayesDropout(BayesLayer):
     def bayes_op(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         return x
 
-    def linear_map(self, site: str, batch_dim: int = 0) -> DropMap:
-        how = {"rate": self.p, "unit": self.unit, "selu": self.selu}
-        return DropMap(torch.empty(0), None, self.bayes_op, torch.mul, batch_dim, self.bayes_channel_dim, **how)
+    def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
+        return LinearMap(torch.empty(0), None, self.bayes_op, torch.mul, batch_dim, self.bayes_channel_dim)
 
     def bayes_forward(self, input: Tensor) -> Tensor:
         return self.project_draw("units", input)
 
 
-BayesDropout = bayes_form(_BayesDropout, nn.Dropout)  # any shape; every element is dropped on its own
+BayesDropout = bayes_form(BayesDropLayer, nn.Dropout)  # any shape; every element is dropped on its own
 # Whole channels of (R, C, ...) are dropped.
-BayesDropout1d = bayes_form(_BayesDropout, nn.Dropout1d, unit="channel", bayes_unbatched=2)
-BayesDropout2d = bayes_form(_BayesDropout, nn.Dropout2d, unit="channel")
-BayesDropout3d = bayes_form(_BayesDropout, nn.Dropout3d, unit="channel", bayes_unbatched=4)
+BayesDropout1d = bayes_form(BayesDropLayer, nn.Dropout1d, unit="channel", bayes_unbatched=2)
+BayesDropout2d = bayes_form(BayesDropLayer, nn.Dropout2d, unit="channel")
+BayesDropout3d = bayes_form(BayesDropLayer, nn.Dropout3d, unit="channel", bayes_unbatched=4)
 # What is dropped gets SELU's negative limit, and mean and variance are kept.
-BayesAlphaDropout = bayes_form(_BayesDropout, nn.AlphaDropout, selu=True)
-BayesFeatureAlphaDropout = bayes_form(_BayesDropout, nn.FeatureAlphaDropout, selu=True, unit="channel")
+BayesAlphaDropout = bayes_form(BayesDropLayer, nn.AlphaDropout, selu=True)
+BayesFeatureAlphaDropout = bayes_form(BayesDropLayer, nn.FeatureAlphaDropout, selu=True, unit="channel")
 
 
 def functional_dropout(model: nn.Module) -> dict[str, str]:

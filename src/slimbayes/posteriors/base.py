@@ -24,11 +24,11 @@ from slimbayes.engine.modules import noise_type
 from slimbayes.engine.noise import kernel_seed
 from slimbayes.engine.passes import Keyed, Noise, Pass
 from slimbayes.engine.rows import LinearMap
+from slimbayes.layers.site import Site
 from slimbayes.posteriors.configs.base import Config as Config
 from slimbayes.posteriors.configs.base import SiteConfig as SiteConfig
 
 Pick = Callable[[Tensor, int], Tensor]  # a parameter (K, ...) and a number of blocks or rows n -> (n, ...), by member
-MapOf = Callable[[], LinearMap]  # builds the linear map of a posterior's site
 # What a parameter is to an optimizer. Weights of the network or of a member of it, and components that a layer picks
 # from, train at the network's pace; scales, factors and logits are variational, with a pace of their own and no decay.
 Role = Literal["weight", "component", "scale", "factor", "logit"]
@@ -51,6 +51,7 @@ class Posterior(Keyed, ABC):
 
     members: int = 1  # K
     name: str = ""  # for messages: "encoder.fc1.weight"
+    site: Site  # the matrix of its layer that it is for
     own_role: ClassVar[Role] = "weight"  # what the layer's own weight and bias are to it
     regularises_mean: bool = False  # whether the KL already holds a prior on the layer's own weight
     regularises_bias: bool = False  # and on its bias
@@ -90,8 +91,8 @@ class Posterior(Keyed, ABC):
         return torch.zeros_like(block)
 
     @abstractmethod
-    def kl(self, linear: MapOf) -> Tensor:
-        """KL to the prior, summed over elements and members: a scalar. `linear()` has the layer's weight and bias."""
+    def kl(self) -> Tensor:
+        """KL to the prior, summed over elements and members: a scalar."""
 
     def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
         """Keep these members, of which there are several, in this order; `tied` are other layers that share it."""
@@ -105,8 +106,12 @@ class Posterior(Keyed, ABC):
         """Become part of a layer; called once, on conversion. The layer is kept out of the tree of modules."""
         self.__dict__["layer"] = layer
 
-    def adopt(self, linear: LinearMap) -> None:
+    def adopt(self) -> None:
         """Start from the layer's own weight and bias; called once, when the layer is converted."""
+
+    def linear_map(self) -> LinearMap:
+        """The linear map of its site, with the layer's present weight and bias."""
+        return self.layer.linear_map(self.site.name)
 
     def reset_running_stats(self) -> None:
         """Forget running statistics, where members have their own."""
@@ -153,7 +158,7 @@ class Posterior(Keyed, ABC):
         """Weight and bias of the one draw that serves all rows of this pass, if there is but one and it is formed."""
         return None
 
-    def log_ratio(self, linear: LinearMap) -> Tensor | None:
+    def log_ratio(self) -> Tensor | None:
         """log p - log q of each held draw, prior and posterior, (n,) in float64; None where no density is known."""
         return None
 
@@ -162,7 +167,7 @@ class Posterior(Keyed, ABC):
         one = self.log_size == 0.0 and not self.late  # what is drawn late has a size that only its input tells
         return Support(0, torch.zeros(1, 0), torch.ones(1)) if one else None
 
-    def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
+    def against_prior(self) -> list[tuple[Tensor, Tensor]]:
         """How far means are from the prior's, in its scales, and scales over the prior's, of what has both."""
         return []
 
@@ -173,9 +178,9 @@ class Posterior(Keyed, ABC):
             posterior.values()
 
     @classmethod
-    def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
+    def kl_together(cls, posteriors: Sequence[Self]) -> list[Tensor]:
         """KL terms that add up to the KL of all posteriors of this class in a model; a method may join them."""
-        return [posterior.kl(linear) for posterior, linear in zip(posteriors, linears, strict=True)]
+        return [posterior.kl() for posterior in posteriors]
 
     def values(self) -> Any:
         """This pass's draw. Sharded parameters are whole only while their layer runs, so they are realised here, as are

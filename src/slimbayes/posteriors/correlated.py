@@ -28,7 +28,7 @@ from slimbayes.distributions.sums import sum_dtype
 from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior
+from slimbayes.posteriors.base import Pick, WeightPosterior
 from slimbayes.posteriors.configs.gaussian import CorrelatedConfig, FullMatrixNormal, MultivariateNormal
 
 
@@ -84,7 +84,7 @@ class CorrelatedPosterior(WeightPosterior):
 
     def realise(self, noise: Noise, pick: Pick) -> Tensor:
         """Deviations from the mean, (d, *shape)."""
-        linear = self.layer.linear_map(self.site.name)
+        linear = self.linear_map()
         free = self._free(linear)
         return linear.masked(self.site.from_matrix(self.spread(self._normal(noise.block) * free)))
 
@@ -96,9 +96,9 @@ class CorrelatedPosterior(WeightPosterior):
         every = torch.ones(self.site.shape, device=self.device, dtype=self.dtype)
         return self.site.to_matrix(linear.masked(every))
 
-    def kl(self, linear: MapOf) -> Tensor:
-        mapped = linear()
-        mean, free = self.site.to_matrix(widen(mapped.weight)), self._free(mapped)
+    def kl(self) -> Tensor:
+        linear = self.linear_map()
+        mean, free = self.site.to_matrix(widen(linear.weight)), self._free(linear)
         prior = self._prior(mean)
         # Terms that nearly cancel beside the prior are summed in more digits.
         squares = free * (self.variances(free) + (mean - prior.loc).square()) * (0.5 / prior.scale**2)
@@ -108,14 +108,16 @@ class CorrelatedPosterior(WeightPosterior):
     def _prior(self, mean: Tensor) -> Any:
         return self.prior.of_weights(mean, mean, self.site.matrix[0])
 
-    def log_ratio(self, linear: LinearMap) -> Tensor:
+    def log_ratio(self) -> Tensor:
+        linear = self.linear_map()
         free, noise = self._free(linear).double(), self._normal(self.noise.block).double()
         drawn = (linear.weight + self.values()).double()
         weights = torch.stack([self.site.to_matrix(one) for one in drawn])
         log_q = -0.5 * noise.square() - self.log_diagonal().double() - 0.5 * math.log(2 * math.pi)
         return (free * (self._prior(weights[0]).log_prob(weights) - log_q)).flatten(1).sum(1)
 
-    def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
+    def against_prior(self) -> list[tuple[Tensor, Tensor]]:
+        linear = self.linear_map()
         mean, free = self.site.to_matrix(widen(linear.weight.detach())), self._free(linear)
         prior, deviation = self._prior(mean), self.variances(free).detach().sqrt()
         return [(((mean - prior.loc) / prior.scale)[free > 0], deviation[free > 0] / prior.scale)]

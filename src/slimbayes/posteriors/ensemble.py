@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from slimbayes.engine.passes import Noise
 from slimbayes.layers import kind_of
 from slimbayes.layers.methods import MARK, parts_of
-from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role
+from slimbayes.posteriors.base import Pick, Posterior, Role
 from slimbayes.posteriors.configs.whole_modules import Ensemble, Execution
 from slimbayes.posteriors.picks import resets
 
@@ -153,7 +153,7 @@ class Members(Posterior):
     def role(self, name: str) -> Role:
         return "weight"
 
-    def kl(self, linear: MapOf) -> Tensor:
+    def kl(self) -> Tensor:
         return torch.zeros((), dtype=self.dtype, device=self.device)
 
 

@@ -39,7 +39,7 @@ from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior, recomputed
+from slimbayes.posteriors.base import Pick, WeightPosterior, recomputed
 from slimbayes.posteriors.configs.gaussian import GaussianConfig, MeanField
 
 _INDEPENDENT = "Set independent_positions=True to accept independent noise at each, or use 'flipout'"
@@ -108,6 +108,14 @@ class GaussianPosterior(WeightPosterior):
     def scale(self) -> Tensor:
         """sigma in the shape of the stored weight."""
         return self.log_scale().exp()
+
+    def means(self) -> Tensor:
+        """Means as a matrix (m, n), a copy in float64."""
+        return self.site.to_matrix(self.linear_map().weight.detach()).double()
+
+    def scales(self) -> Tensor:
+        """Standard deviations as a matrix (m, n), a copy in float64."""
+        return self.site.to_matrix(self.log_scale().detach()).double().exp()
 
     def _capped(self, log_scale: Tensor) -> Tensor:
         return widen(log_scale) if self.log_cap is None else _Cap.apply(widen(log_scale), self.log_cap)
@@ -209,15 +217,15 @@ class GaussianPosterior(WeightPosterior):
         """Variance of the outputs given the squared inputs: sigma^2 x^2."""
         return linear.op(squared, linear.masked((2 * self.log_scale()).exp()).to(linear.weight.dtype), None)
 
-    def kl(self, linear: MapOf) -> Tensor:
-        mapped = linear()
-        weight = widen(mapped.weight)
-        if mapped.mask is None:
+    def kl(self) -> Tensor:
+        linear = self.linear_map()
+        weight = widen(linear.weight)
+        if linear.mask is None:
             total = self.kl_of_weights(weight)
         else:  # what stays as it is has no distribution
-            weight, log_scale = mapped.free(weight, self.log_scale())
+            weight, log_scale = linear.free(weight, self.log_scale())
             total = self.prior.gaussian_kl(weight, log_scale, self.site.fan_in)
-        return sum(self.kl_of_bias(mapped), total)
+        return sum(self.kl_of_bias(linear), total)
 
     def kl_of_bias(self, linear: LinearMap) -> list[Tensor]:
         """KL of the biases to their prior, where they have posteriors: one scalar or none."""
@@ -230,9 +238,9 @@ class GaussianPosterior(WeightPosterior):
         """KL of all weights, none of which must stay as it is, to the prior: a scalar."""
         return self.prior.gaussian_kl(mean, self.log_scale(), self.site.fan_in)
 
-    def log_ratio(self, linear: LinearMap) -> Tensor:
+    def log_ratio(self) -> Tensor:
         drawn: Perturbation = self.values()
-        fan_in = self.site.fan_in
+        linear, fan_in = self.linear_map(), self.site.fan_in
         deviation, weight, log_scale = linear.free(drawn.weight, linear.weight, self.log_scale())
         total = gaussian_log_ratio(deviation, weight, log_scale, self.prior, fan_in)
         if drawn.bias is not None and linear.bias is not None and self.bias_log_scale is not None:
@@ -240,7 +248,8 @@ class GaussianPosterior(WeightPosterior):
             total = total + gaussian_log_ratio(drawn.bias, linear.bias, log_scale, prior, fan_in)
         return total
 
-    def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
+    def against_prior(self) -> list[tuple[Tensor, Tensor]]:
+        linear = self.linear_map()
         mean, log_scale = linear.free(widen(linear.weight.detach()), self.log_scale().detach())
         prior = self.prior.of_weights(mean, log_scale, self.site.fan_in)
         return [((mean - prior.loc) / prior.scale, log_scale.exp() / prior.scale)] if isinstance(prior, Normal) else []

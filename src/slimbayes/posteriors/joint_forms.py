@@ -24,7 +24,7 @@ from slimbayes.distributions.families import widen
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import MapOf, Pick, Role
+from slimbayes.posteriors.base import Pick, Role
 from slimbayes.posteriors.configs.rank1 import BatchEnsemble, JointNormal
 from slimbayes.posteriors.factors import Drawn
 from slimbayes.posteriors.joint_normal import Joint, JointWeights
@@ -185,12 +185,13 @@ class JointFactors(Joint, Rank1Posterior):
     def choices(self) -> Tensor | None:
         return None
 
-    def means(self, linear: LinearMap) -> Tensor:
+    def means(self) -> Tensor:
         r, s = widen(self.r.loc).squeeze(1), widen(self.s.loc).squeeze(1)
         numbers = [r[:, : self.parts[0]], s[:, : self.parts[1]]]
         if self.parts[2]:
-            assert linear.bias is not None
-            own = widen(linear.bias).expand(self.members, -1)
+            bias = self.linear_map().bias
+            assert bias is not None
+            own = widen(bias).expand(self.members, -1)
             numbers.append(own if self.bias is None else own + nn.functional.pad(widen(self.bias), (0, 0, 1, 0)))
         return torch.cat(numbers, 1)
 
@@ -235,5 +236,5 @@ class JointFactors(Joint, Rank1Posterior):
         super(Rank1Posterior, cls).realise_together(posteriors, current)
 
     @classmethod
-    def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
-        return super(Rank1Posterior, cls).kl_together(posteriors, linears)
+    def kl_together(cls, posteriors: Sequence[Self]) -> list[Tensor]:
+        return super(Rank1Posterior, cls).kl_together(posteriors)

@@ -23,7 +23,7 @@ from slimbayes.distributions.families import Normal, widen
 from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior
+from slimbayes.posteriors.base import Pick, WeightPosterior
 from slimbayes.posteriors.configs.rank1 import JointNormal
 
 ROUNDING = 2e-3  # relative
@@ -64,7 +64,7 @@ class Joint(WeightPosterior):
         return self.lower is not None or self.directions is not None
 
     @abstractmethod
-    def means(self, linear: LinearMap) -> Tensor:
+    def means(self) -> Tensor:
         """Means (K, D)."""
 
     def locs(self) -> float | Tensor:
@@ -174,9 +174,8 @@ class Joint(WeightPosterior):
         self._turn((short if fine else v).to(self.log_scale))
         self.fitted = True
 
-    def kl(self, linear: MapOf) -> Tensor:
-        mapped, prior = linear(), self.prior
-        mean, variance, free = self.means(mapped), self.variances(), self._free(mapped)
+    def kl(self) -> Tensor:
+        mean, variance, free, prior = self.means(), self.variances(), self._free(self.linear_map()), self.prior
         log_det = self.log_dets().sum()
         if free is not None:
             mean, variance, log_det = mean[:, free], variance[:, free], widen(self.log_scale)[:, free].sum()
@@ -191,18 +190,18 @@ class Joint(WeightPosterior):
         """Which of the D numbers may move, if not all of them."""
         return None
 
-    def log_ratio(self, linear: LinearMap) -> Tensor | None:
-        if self._free(linear) is not None:
+    def log_ratio(self) -> Tensor | None:
+        if self._free(self.linear_map()) is not None:
             return None
         lines = self.noise.block.double()
         pick: Pick = lambda parameter, n: self.current.pick(self, parameter, n)  # noqa: E731
-        x = pick(self.means(linear), len(lines)).double() + self._deviation(self.noise.block, pick).double()
+        x = pick(self.means(), len(lines)).double() + self._deviation(self.noise.block, pick).double()
         log_q = -0.5 * lines.square().sum(1) - pick(self.log_dets(), len(lines)).double()
         log_p = self.prior.log_prob(x - self.locs() + self.prior.loc).sum(1)
         return log_p - log_q + 0.5 * math.log(2 * math.pi) * self.size
 
-    def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
-        far = (widen(self.means(linear).detach()) - self.locs()) / self.prior.scale
+    def against_prior(self) -> list[tuple[Tensor, Tensor]]:
+        far = (widen(self.means().detach()) - self.locs()) / self.prior.scale
         return [(far, self.variances().detach().sqrt() / self.prior.scale)]
 
 
@@ -216,7 +215,8 @@ class JointWeights(Joint):
         self.regularises_bias = site.bias
         self._begin(config, site, math.prod(site.shape) + (site.n_out if site.bias else 0))
 
-    def means(self, linear: LinearMap) -> Tensor:
+    def means(self) -> Tensor:
+        linear = self.linear_map()
         own = [linear.weight, linear.bias] if self.site.bias and linear.bias is not None else [linear.weight]
         return torch.cat([widen(part).flatten() for part in own]).unsqueeze(0)
 

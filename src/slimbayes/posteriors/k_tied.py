@@ -32,7 +32,6 @@ from slimbayes.engine.fused import product_type
 from slimbayes.engine.rows import LinearMap
 from slimbayes.kernels import LARGE, ready
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import MapOf
 from slimbayes.posteriors.configs.gaussian import KTied
 from slimbayes.posteriors.gaussian import GaussianPosterior
 
@@ -81,14 +80,14 @@ class KTiedPosterior(GaussianPosterior):
         return self.log_cap is None and hasattr(self.prior, "kl_of_sums") and not self.sharded
 
     @classmethod
-    def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
-        maps = [linear() for linear in linears]
+    def kl_together(cls, posteriors: Sequence[Self]) -> list[Tensor]:
+        maps = [posterior.linear_map() for posterior in posteriors]
         alike: dict[Any, list[int]] = {}
         for i, (p, linear) in enumerate(zip(posteriors, maps, strict=True)):
             joint = linear.mask is None and p._by_sums()
             kind = p.rank, p.log_u.dtype, p.log_u.device, linear.weight.dtype, p.prior.taken_with(p.site.fan_in)
             alike.setdefault(kind if joint else None, []).append(i)
-        terms = [posteriors[i].kl(linears[i]) for i in alike.pop(None, [])]
+        terms = [posteriors[i].kl() for i in alike.pop(None, [])]
         for same in alike.values():
             some = [posteriors[i] for i in same]
             means, lead = [widen(maps[i].weight) for i in same], some[0]

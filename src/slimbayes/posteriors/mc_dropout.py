@@ -22,9 +22,9 @@ from slimbayes.engine.noise import kept_units, uniform
 from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import LinearMap, spread
 from slimbayes.layers import LAYERS, class_for
-from slimbayes.layers.dropout import DropMap, functional_dropout
+from slimbayes.layers.dropout import BayesDropLayer, functional_dropout
 from slimbayes.layers.site import Site, Unit
-from slimbayes.posteriors.base import MapOf, Pick, Posterior
+from slimbayes.posteriors.base import Pick, Posterior
 from slimbayes.posteriors.configs.whole_modules import MCDropout
 
 _SELU_LIMIT = -1.7580993408473766  # minus the product of SELU's two constants
@@ -70,12 +70,12 @@ class DropoutPosterior(Posterior):
         """Masks of a held pass, in the order in which a forward asks for them."""
         return []
 
-    def kl(self, linear: MapOf) -> Tensor:
+    def kl(self) -> Tensor:
         return self.place.new_zeros(())
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
-        own = linear if isinstance(linear, DropMap) else None  # a dropout layer of the model, as it is set now
-        rate = self.rate if own is None or self.fixed else own.rate
+        own = self.layer if isinstance(self.layer, BayesDropLayer) else None  # of the model, as it is set now
+        rate = self.rate if own is None or self.fixed else own.p
         if rate == 0 or self.current.centred:
             return linear.op(x, linear.weight, linear.bias)
         if not x.is_floating_point():

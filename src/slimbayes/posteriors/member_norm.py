@@ -89,7 +89,8 @@ class MemberNormPosterior(Members):
             self.place = self.place if own is None else self.place.to(own.device)
 
     @torch.no_grad()
-    def adopt(self, linear: LinearMap) -> None:
+    def adopt(self) -> None:
+        linear = self.linear_map()
         for others, own in ((self.weight, linear.weight), (self.bias, linear.bias)):
             if others is not None and own is not None:
                 others.copy_(own)

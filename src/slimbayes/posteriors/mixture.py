@@ -35,7 +35,7 @@ from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
 from slimbayes.posteriors import picks
-from slimbayes.posteriors.base import MapOf, Pick, Role, Support, WeightPosterior
+from slimbayes.posteriors.base import Pick, Role, Support, WeightPosterior
 from slimbayes.posteriors.configs.mixture import Mixture
 from slimbayes.posteriors.picks import Assigned, bias_shape, resets, select, start_components
 
@@ -96,8 +96,8 @@ class MixturePosterior(WeightPosterior):
             lacks = f"a {type(layer).plain.__name__} has no reset_parameters to start components afresh"
             raise ValueError(f"{self.name}: {lacks}; use init='copies'.")
 
-    def adopt(self, linear: LinearMap) -> None:
-        start_components(self.config, self.site, self.layer, linear, self.weight, self.bias)
+    def adopt(self) -> None:
+        start_components(self.config, self.site, self.layer, self.weight, self.bias)
 
     def role(self, name: str) -> Role:
         return "logit" if name == "logits" else "component"
@@ -236,15 +236,15 @@ class MixturePosterior(WeightPosterior):
         return (weight, bias) if one else (weight[index], None if bias is None else bias[index])
 
     @classmethod
-    def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
+    def kl_together(cls, posteriors: Sequence[Self]) -> list[Tensor]:
         """Eq. 8 for many layers in a few operations; what is drawn in another way one by one."""
         terms: list[Tensor] = []
-        alike: dict[Any, list[tuple[Self, LinearMap]]] = {}
-        for p, linear in zip(posteriors, linears, strict=True):
+        alike: dict[Any, list[Self]] = {}
+        for p in posteriors:
             if p.config.tau is None or p.config.zero or p.config.precision_shape:
-                terms.append(p.kl(linear))
+                terms.append(p.kl())
                 continue
-            alike.setdefault((p.components, p.device), []).append((p, linear()))
+            alike.setdefault((p.components, p.device), []).append(p)
             terms += [] if p.logits is None else [p._kl_of_picks()]
         return terms + [picks.expected_squares(same) for same in alike.values()]
 
@@ -253,20 +253,20 @@ class MixturePosterior(WeightPosterior):
         p = self.probabilities()
         return p.new_zeros(()) if self.logits is None else self.picks * (p * (p * self.components).log()).sum()
 
-    def kl(self, linear: MapOf) -> Tensor:
+    def kl(self) -> Tensor:
         p, total, kept = self.probabilities().to(self.dtype), self._kl_of_picks().to(self.dtype), self._kept()
         if self.config.tau is None or self.rho is None:
             return total
-        mapped = linear()
+        linear = self.linear_map()
         # Eq. 8: sum_k p_k tau / 2 |M_k|^2
-        of_weights = picks.expected_square(p, mapped.weight, self.weight)
+        of_weights = picks.expected_square(p, linear.weight, self.weight)
         of_weights = of_weights if kept is None else of_weights / kept**2
-        total = total + self._penalty(of_weights, mapped.weight.numel(), self.config.tau)
-        if mapped.bias is not None and self.bias is not None:
-            of_biases = picks.expected_square(p, mapped.bias, self.bias)
-            total = total + self._penalty(of_biases, mapped.bias.numel(), self.rho)
-        elif mapped.bias is not None and self.site.bias:  # a bias that is not mixed has probability one
-            total = total + self._penalty(picks.squares(mapped.bias, 0), mapped.bias.numel(), self.rho)
+        total = total + self._penalty(of_weights, linear.weight.numel(), self.config.tau)
+        if linear.bias is not None and self.bias is not None:
+            of_biases = picks.expected_square(p, linear.bias, self.bias)
+            total = total + self._penalty(of_biases, linear.bias.numel(), self.rho)
+        elif linear.bias is not None and self.site.bias:  # a bias that is not mixed has probability one
+            total = total + self._penalty(picks.squares(linear.bias, 0), linear.bias.numel(), self.rho)
         return total
 
     def _penalty(self, square: Tensor, count: int, mean: float) -> Tensor:

@@ -36,7 +36,7 @@ from slimbayes.engine.rows import LinearMap
 from slimbayes.layers import class_for, kind_of
 from slimbayes.layers.base import sites_of
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
+from slimbayes.posteriors.base import Pick, Role, WeightPosterior
 from slimbayes.posteriors.configs.mixture import FlowPatch, words
 
 
@@ -148,7 +148,8 @@ class FlowPosterior(WeightPosterior):
     def realise(self, noise: Noise, pick: Pick) -> Tensor:
         return self.deviations(noise.block)[0]
 
-    def _mean(self, linear: LinearMap) -> Tensor:
+    def _mean(self) -> Tensor:
+        linear = self.linear_map()
         own = [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
         return torch.cat([widen(t).flatten() for t in own])
 
@@ -168,20 +169,20 @@ class FlowPosterior(WeightPosterior):
         ]
         return sum(terms[1:], terms[0])
 
-    def kl(self, linear: MapOf) -> Tensor:
+    def kl(self) -> Tensor:
         size = len(self.log_scale)
         d, log_det = self.deviations(standard_normal((self.samples, size), self.device, self.dtype))
         entropy = 0.5 * size * math.log(2 * math.pi * math.e) + widen(self.log_scale).sum()
-        return -entropy - (log_det + self._log_prior(self._mean(linear()) + d)).mean()
+        return -entropy - (log_det + self._log_prior(self._mean() + d)).mean()
 
-    def log_ratio(self, linear: LinearMap) -> Tensor:
+    def log_ratio(self) -> Tensor:
         noise = self.lines
         d, log_det = self.deviations(noise)
         log_q = -0.5 * (noise.square().sum(1) + noise.shape[1] * math.log(2 * math.pi))
         log_q = log_q - widen(self.log_scale).sum() - log_det
-        return self._log_prior(self._mean(linear) + d).double() - log_q.double()
+        return self._log_prior(self._mean() + d).double() - log_q.double()
 
-    def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
+    def against_prior(self) -> list[tuple[Tensor, Tensor]]:
         noise = standard_normal((_DRAWS, len(self.log_scale)), self.device, self.dtype)
-        values = (self._mean(linear) + self.deviations(noise)[0]).detach().split(self.size, 1)
+        values = (self._mean() + self.deviations(noise)[0]).detach().split(self.size, 1)
         return [(v.mean(0) * tau**0.5, v.std(0) * tau**0.5) for v, tau in zip(values, self.precisions, strict=True)]

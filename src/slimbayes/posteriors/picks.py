@@ -18,7 +18,6 @@ from slimbayes.distributions.joining import side_by_side
 from slimbayes.engine.blocks import is_exporting, keep_in_memory
 from slimbayes.engine.modules import places_of, plan_once
 from slimbayes.engine.passes import Pass
-from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import Support
 from slimbayes.posteriors.configs.mixture import ComponentConfig
@@ -26,9 +25,10 @@ from slimbayes.posteriors.configs.mixture import ComponentConfig
 
 @torch.no_grad()
 def start_components(
-    config: ComponentConfig, site: Site, layer: Any, linear: LinearMap, weight: Tensor | None, bias: Tensor | None
+    config: ComponentConfig, site: Site, layer: Any, weight: Tensor | None, bias: Tensor | None
 ) -> None:
     """Set the further components (K - 1, ...) of a layer's weight and bias as the config says."""
+    linear = layer.linear_map(site.name)
     if config.init == "copies":
         for others, own in ((weight, linear.weight), (bias, linear.bias)):
             if others is not None and own is not None:
@@ -178,7 +178,7 @@ def realise_alike(posteriors: Sequence[Any], current: Pass) -> None:
         norms: dict[torch.dtype, list[Norm]] = {}
         for p, z in zip(same, parts, strict=True):
             if p.site.kind == "norm":
-                own = p.layer.linear_map(p.site.name) if p.site.whole else None
+                own = p.linear_map() if p.site.whole else None
                 weight, bias = p.layer.own_affine() if own is None else (own.weight, own.bias)
                 weights, biases = p.others()
                 norms.setdefault(weight.dtype, []).append(Norm(p, weight, bias, weights, biases, z))
@@ -249,11 +249,11 @@ def _flat(tensor: Tensor, first: int) -> Tensor:
     return tensor if tensor.dim() == first + 1 else tensor.flatten(first)
 
 
-def expected_squares(same: Sequence[tuple[Any, LinearMap]]) -> Tensor:
-    """sum_k p_k (tau/2 |M_k|^2 + rho/2 |m_k|^2) of posteriors with equally many components and their linear maps."""
+def expected_squares(same: Sequence[Any]) -> Tensor:
+    """sum_k p_k (tau/2 |M_k|^2 + rho/2 |m_k|^2) of posteriors with equally many components."""
     terms: dict[float, list[tuple[Tensor, Tensor | None, Tensor]]] = {}
-    for p, linear in same:
-        probs = p.probabilities()
+    for p in same:
+        linear, probs = p.linear_map(), p.probabilities()
         terms.setdefault(p.config.tau, []).append((linear.weight, p.weight, probs))
         if p.site.bias and linear.bias is not None:
             terms.setdefault(p.rho, []).append((linear.bias, p.bias, probs))

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from slimbayes.distributions.families import Normal, widen
 from slimbayes.engine.passes import Noise
-from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior
+from slimbayes.posteriors.base import Pick, WeightPosterior
 from slimbayes.posteriors.configs.gaussian import Radial
 
 
@@ -45,7 +44,7 @@ class RadialPosterior(WeightPosterior):
     def realise(self, noise: Noise, pick: Pick) -> Tensor:
         """Deviations from the mean, (n, *shape)."""
         direction = noise.block[:, :-1].reshape(-1, *self.site.shape)
-        direction = self.layer.linear_map(self.site.name).masked(direction)  # padding and pruned weights do not move
+        direction = self.linear_map().masked(direction)  # padding and pruned weights do not move
         length = noise.block[:, -1] / direction.flatten(1).norm(dim=1)
         return self.scale() * (direction * length.view(-1, *[1] * len(self.site.shape)))
 
@@ -57,14 +56,14 @@ class RadialPosterior(WeightPosterior):
         """sigma in the shape of the stored weight; a weight's standard deviation is sigma / sqrt(D)."""
         return widen(self.weight_log_scale).exp()
 
-    def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
+    def against_prior(self) -> list[tuple[Tensor, Tensor]]:
         deviation = self.scale().detach() / math.sqrt(math.prod(self.site.shape))
-        offset = (widen(linear.weight.detach()) - self.prior.loc) / self.prior.scale
+        offset = (widen(self.linear_map().weight.detach()) - self.prior.loc) / self.prior.scale
         return [(offset, deviation / self.prior.scale)]
 
-    def kl(self, linear: MapOf) -> Tensor:
-        mapped = linear()
-        mean, log_scale = mapped.free(widen(mapped.weight), widen(self.weight_log_scale))
+    def kl(self) -> Tensor:
+        linear = self.linear_map()
+        mean, log_scale = linear.free(widen(linear.weight), widen(self.weight_log_scale))
         s, size = self.prior.scale, mean.numel()
         squares = (mean - self.prior.loc).square().sum() + (2 * log_scale).exp().sum() / size
         cross_entropy = size * math.log(s * math.sqrt(2 * math.pi)) + squares / (2 * s**2)

@@ -33,7 +33,7 @@ from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.kernels import LARGE
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
+from slimbayes.posteriors.base import Pick, Role, WeightPosterior
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.posteriors.factors import Alike, Drawn, Factor, factor_of, group_by, joint
 
@@ -139,13 +139,13 @@ class Rank1Posterior(WeightPosterior):
             return None
         return drawn.s, drawn.r, self._offsets(drawn)
 
-    def kl(self, linear: MapOf) -> Tensor:
+    def kl(self) -> Tensor:
         if self.sharded and self.mixture_kl == "exact":
             raise ValueError('Rank1: mixture_kl="exact" needs whole parameters; use "mean" with sharded ones.')
-        return sum(self.kl_together([self], [linear]), self.r.loc.new_zeros(()))
+        return sum(self.kl_together([self]), self.r.loc.new_zeros(()))
 
     @classmethod
-    def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
+    def kl_together(cls, posteriors: Sequence[Self]) -> list[Tensor]:
         kinds = tuple([(p.mixture_kl, p.r.prior, p.s.prior) for p in posteriors])
 
         def alike() -> list[list[Any]]:
@@ -163,7 +163,7 @@ class Rank1Posterior(WeightPosterior):
         terms += [-information(mixed)] if mixed else []
         return terms or [posteriors[0].r.loc.new_zeros(())]
 
-    def log_ratio(self, linear: LinearMap) -> Tensor | None:
+    def log_ratio(self) -> Tensor | None:
         """Of the factors as they are drawn, before they are clipped."""
         lines = self.noise.block.double()
         total = lines.new_zeros(len(lines))
@@ -174,7 +174,7 @@ class Rank1Posterior(WeightPosterior):
                 total = total + (factor.prior.log_prob(x) - q.log_prob(x)).sum(1)
         return total
 
-    def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
+    def against_prior(self) -> list[tuple[Tensor, Tensor]]:
         return self.r.against_prior() + self.s.against_prior()
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:

@@ -8,16 +8,14 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from slimbayes.engine.modules import Keyed, modules_of, places_of, plan_once, posteriors_of
+from slimbayes.engine.modules import Keyed, kinds_of, posteriors_of
 from slimbayes.errors import SlimbayesWarning
-from slimbayes.layers.base import BayesLayer
 
 # Nats that a datum can tell: 7 of one in 1,000 classes, 5 of a target between its noise's floor and ceiling.
 _MOST = 10.0
@@ -148,11 +146,11 @@ def kl(model: nn.Module) -> Tensor:
 
 def _kl(model: nn.Module, every: Any) -> Tensor:
     terms: list[Tensor] = []
-    for kind, apart, posteriors, linears in _regularised(model, every):
-        if apart:
-            terms += [p.kl(linear) for p, linear in zip(posteriors, linears, strict=True)]
-        else:
-            terms += kind.kl_together(posteriors, linears)
+    kinds = kinds_of(every)
+    for alike in kinds:
+        terms += type(alike[0]).kl_together(alike)
+    if sum(map(len, kinds)) < len(every):
+        terms += [p.kl() for p in every if p.sharded]
     if not terms:
         first = next(model.parameters(), torch.zeros(()))
         return torch.zeros((), device=first.device)
@@ -164,25 +162,6 @@ def _kl(model: nn.Module, every: Any) -> Tensor:
     if sharded:
         whole.append(sum(sharded[1:], sharded[0]).full_tensor())
     return sum((term.to(whole[0].device) for term in whole[1:]), whole[0])
-
-
-def _regularised(model: nn.Module, every: Any) -> list[tuple[Any, bool, Any, list[Any]]]:
-    """Posteriors of each class, whether their parameters are sharded, and what builds the linear map of each."""
-    places = places_of(every)
-
-    def make() -> list[tuple[Any, bool, Any, list[Any]]]:
-        layers = [m for m in modules_of(model) if isinstance(m, BayesLayer)]
-        pairs = [(p, partial(layer.linear_map, site)) for layer in layers for site, p in layer.posterior.items()]
-        # Layers with one weight share a posterior: it counts once.
-        found = list({id(pair[0]): pair for pair in reversed(pairs)}.values())[::-1]
-        kinds: dict[tuple[Any, bool], list[Any]] = {}
-        split = {id(p): sharded for p, (_, _, sharded) in zip(every, places, strict=True)}
-        for pair in found:
-            kinds.setdefault((type(pair[0]), split[id(pair[0])]), []).append(pair)
-        some: Any = type(every)
-        return [(*kind, some([p for p, _ in same]), [linear for _, linear in same]) for kind, same in kinds.items()]
-
-    return plan_once(every, ("kl", places), make)
 
 
 @torch.no_grad()
