@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from slimbayes.engine.sharing import evaluating
 from slimbayes.inference.evidence import Product, Single
-from slimbayes.inference.linearised import MOST_ROOTS, RowDerivatives, joints_of, rows_at_means
+from slimbayes.inference.linearised import MOST_ROOTS, joints_of, rows_at_means
 from slimbayes.prediction.batches import call_batch
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import frozen, sample
@@ -149,7 +149,12 @@ def accumulate(
             for rows in rows_at_means(model, args, kwargs, member, output, factored=True):
                 part = target[rows.start : rows.start + len(rows.outputs)]
                 likelihood_named(likelihood).predictive(rows.outputs[None, :1], 1.0, None)  # refuses what does not fit
-                _add(total, rows, part, member, likelihood, samples, scale)
+                kept = _kept(rows.outputs, part, likelihood).to(rows.outputs.dtype)
+                for root in _roots(rows.outputs.detach(), likelihood, samples, scale):
+                    for block, lines in zip(total.blocks, rows.pull(root * kept), strict=True):
+                        block.add(lines, member)
+                for block, inputs in zip(total.blocks, rows.inputs(), strict=True):
+                    block.see(inputs, kept.flatten(1).amax(1) if kept.dim() > 1 else kept)
                 total.log_likelihood += _log_likelihood(rows.outputs, part, likelihood, scale) / members
         total.targets += int(_kept(target, target, likelihood).sum())
     if not total.targets:
@@ -163,32 +168,18 @@ def accumulate(
     return total
 
 
-def _add(
-    total: Curvature,
-    rows: RowDerivatives,
-    target: Tensor,
-    member: int,
-    likelihood: LikelihoodName,
-    samples: int | None,
-    scale: float,
-) -> None:
-    outputs, information = rows.outputs.detach(), likelihood_named(likelihood).fisher
-    kept = _kept(outputs, target, likelihood).to(outputs.dtype)
-    if samples is None:
-        count = information.count(outputs)
-        if count > MOST_ROOTS:
-            raise ValueError(
-                f"Exact curvature of outputs of shape {tuple(outputs.shape)} takes {count:,} backward passes for each "
-                f"batch. Give samples=, such as 10, to draw as many targets from the model instead."
-            )
-        roots = information.roots(outputs, scale)
-    else:
-        roots = (information.score(outputs, scale) / samples**0.5 for _ in range(samples))
-    for root in roots:
-        for block, lines in zip(total.blocks, rows.pull(root * kept), strict=True):
-            block.add(lines, member)
-    for block, inputs in zip(total.blocks, rows.inputs(), strict=True):
-        block.see(inputs, kept.flatten(1).amax(1) if kept.dim() > 1 else kept)
+def _roots(outputs: Tensor, likelihood: LikelihoodName, samples: int | None, scale: float) -> Iterator[Tensor]:
+    """Square roots of the information about outputs (B, ...), exact or of targets that are drawn."""
+    information = likelihood_named(likelihood).fisher
+    if samples is not None:
+        return (information.score(outputs, scale) / samples**0.5 for _ in range(samples))
+    count = information.count(outputs)
+    if count > MOST_ROOTS:
+        raise ValueError(
+            f"Exact curvature of outputs of shape {tuple(outputs.shape)} takes {count:,} backward passes for each "
+            f"batch. Give samples=, such as 10, to draw as many targets from the model instead."
+        )
+    return information.roots(outputs, scale)
 
 
 def _kept(outputs: Tensor, target: Tensor, likelihood: LikelihoodName) -> Tensor:

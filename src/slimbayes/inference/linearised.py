@@ -12,7 +12,7 @@ Sizes: K members, N rows, B of a piece of a batch, C outputs of a row, D numbers
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.engine import calls, passes
-from slimbayes.engine.layout import Layout, arrays_of, map_arrays
+from slimbayes.engine.layout import arrays_of, map_arrays
 from slimbayes.engine.locate import check_size
 from slimbayes.engine.noise import Seed, key, seed_of
 from slimbayes.engine.passes import Noise, Pass, Unproven
@@ -75,12 +75,36 @@ def rows_at_means(
     `factored` takes derivatives in the outputs of layers whose covariance is a Kronecker product, not in its numbers.
     """
     joints = joints_of(model)
+    sizes = [p.site.n_out if factored and p.factored else p.size for p in joints]
     layout, dim = calls.layout_of(model, args, kwargs, joints), calls.batch_dim_of(model) or 0
     many = layout.rows((args, kwargs)) if layout.apart else rows_of(model, arrays_of((args, kwargs)))
-    start, most = 0, max(1, MOST // sum(_sizes(joints, factored)))
+    start, most = 0, max(1, MOST // sum(sizes))
 
     def row(i: int, leaf: Any) -> Any:
         return leaf.narrow(dim, start, 1) if leaf.dim() > dim and leaf.shape[dim] == many else leaf
+
+    def pick(parameter: Tensor, n: int) -> Tensor:
+        return parameter.detach()[member : member + 1].expand(n, *parameter.shape[1:])
+
+    @torch.enable_grad()
+    def run(inputs: Any) -> RowDerivatives:
+        new = Pass(count, count, rowwise=False)
+        new.layout = layout if count > 1 else None
+        mask = inputs[1].get("attention_mask")  # padding must not change what layers of transformers get on average
+        mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == count else None
+        deviations = [
+            torch.zeros(count, size, device=p.device, dtype=p.dtype, requires_grad=True)
+            for p, size in zip(joints, sizes, strict=True)
+        ]
+        watched = [
+            Watched(deviation, [], mask) if factored and p.factored else None
+            for p, deviation in zip(joints, deviations, strict=True)
+        ]
+        for p, deviation, watch in zip(joints, deviations, watched, strict=True):
+            new.put(p.key, Noise(deviation.detach()[:, :0], deviation.detach()[:, :0]))
+            new.values[p.key] = watch or p.at(deviation, pick)
+        outputs = select(passes.run(new, model, *inputs[0], **inputs[1]), output)
+        return RowDerivatives(start, outputs, deviations, watched)
 
     while start < many:
         count = min(most, many - start) if layout.apart else 1
@@ -90,48 +114,11 @@ def rows_at_means(
         else:
             part = map_arrays(row, (args, kwargs))
         try:
-            yield _run(model, joints, part, count, layout, member, output, start, factored)
+            yield run(part)
         except Unproven as error:
             calls.unfold(layout, error)
             continue
         start += count
-
-
-def _sizes(joints: Sequence[Any], factored: bool) -> list[int]:
-    return [p.site.n_out if factored and p.factored else p.size for p in joints]
-
-
-def _run(
-    model: nn.Module,
-    joints: Sequence[Any],
-    inputs: Any,
-    count: int,
-    layout: Layout,
-    member: int,
-    output: str | int | None,
-    start: int,
-    factored: bool,
-) -> RowDerivatives:
-    new = Pass(count, count, rowwise=False)
-    new.layout = layout if count > 1 else None
-    deviations: list[Tensor] = []
-    watched: list[Watched | None] = []
-    mask = inputs[1].get("attention_mask")  # padding must not change what layers of transformers get on average
-    mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == count else None
-    for p, size in zip(joints, _sizes(joints, factored), strict=True):
-        deviation = torch.zeros(count, size, device=p.device, dtype=p.dtype, requires_grad=True)
-        new.put(p.key, Noise(deviation.detach()[:, :0], deviation.detach()[:, :0]))
-
-        def pick(parameter: Tensor, n: int) -> Tensor:
-            return parameter.detach()[member : member + 1].expand(n, *parameter.shape[1:])
-
-        with torch.enable_grad():
-            watched.append(Watched(deviation, [], mask) if factored and p.factored else None)
-            new.values[p.key] = watched[-1] or p.at(deviation, pick)
-        deviations.append(deviation)
-    with torch.enable_grad():
-        found = select(passes.run(new, model, *inputs[0], **inputs[1]), output)
-    return RowDerivatives(start, found, deviations, watched)
 
 
 def predict_linearised(
