@@ -75,11 +75,11 @@ class Spread(NamedTuple):
         return lines if self.member is None else lines.index_select(0, self.member)
 
     def laid(self, lines: Tensor) -> Tensor:
-        """Lines (K, 1, w) as (n, w)."""
+        """Lines (K, 1, ...) as (n, ...)."""
         lines = self.out(lines)
         if len(self.shape) == 2 and sizes_equal(self.shape[1], 1):
             return lines.squeeze(1)
-        return lines.expand(self.shape + lines.shape[2:]).reshape(-1, lines.shape[2])
+        return lines.expand(self.shape + lines.shape[2:]).reshape(-1, *lines.shape[2:])
 
 
 def spread_of(members: int, blocks: int, count: int, first: Any, device: torch.device) -> Spread:

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from slimbayes.engine import noise, passes
-from slimbayes.engine.layout import Layout, NotJoined, arrays_of, is_cache, leaves_of, padded
+from slimbayes.engine.layout import Layout, NotJoined, arrays_of, is_cache, padded
 from slimbayes.engine.locate import batch_dim_of as batch_dim_of
-from slimbayes.engine.locate import call_outside, check_size, latest_of, warn_of_loop
+from slimbayes.engine.locate import call_outside, check_size, latest_of, warn_of_loop, warn_of_unused
 from slimbayes.engine.locate import layout_of as layout_of
 from slimbayes.engine.modules import plan_once
 from slimbayes.engine.passes import Pass, Unproven
-from slimbayes.engine.tree import calls_layers, check_caches, copy_containers, stack_draws
+from slimbayes.engine.tree import check_caches, copy_containers, stack_draws
 from slimbayes.engine.trial import forgetting_drawn_weights
 from slimbayes.errors import SlimbayesWarning
 
@@ -203,26 +203,7 @@ def _call_under_held_draws(held: Pass, module: nn.Module, function: Callable[...
         return _call_under_held_draws(held, module, function, args, kwargs)
 
 
-def warn_of_unused(posteriors: Sequence[Any], done: Pass, function: Any = None, out: Any = None) -> None:
-    """After the first pass, say which layers never ran: their posteriors have no part in any prediction."""
-    if torch.compiler.is_compiling() or posteriors[0].noticed:
-        return
-    if isinstance(function, nn.Module) and any("_orig_mod" in m._modules for m in passes.modules_of(function)):
-        return  # compiled code leaves no trace in `met`
-    posteriors[0].noticed = True
-    silent = [p for p in posteriors if p.layer is not None and p.layer.bayes_key not in done.met]
-    for posterior in silent:
-        posterior.note = "did not run in the first pass"
-    if silent:
-        names = ", ".join(p.name or "the model itself" for p in silent[:8])
-        names += f" and {len(silent) - 8} more" if len(silent) > 8 else ""
-        what = "Their posteriors have no part in predictions. Exclude them, unless another mode of the model uses them."
-        if any(map(calls_layers, leaves_of(out))):
-            what = "What it returned calls them later, when each draws anew: compute that in forward, or use frozen."
-        warnings.warn(f"slimbayes converted layers that the first pass never called: {names}. {what}", stacklevel=5)
-
-
-def draw_all(
+def sampled(
     model: nn.Module,
     posteriors: Sequence[Any],
     args: Any,
@@ -231,15 +212,18 @@ def draw_all(
     fold: Fold,
     held: Pass | None = None,
     split: bool = False,
-    at_once: int | None = None,
+    share: bool = False,
     seed: int | None = None,
-) -> tuple[Pass, Layout, bool]:
-    """The pass of S draws of a call, its layout, and whether the draws share a forward, so many at once."""
+) -> Any:
+    """Outputs (S, B, ...) of one call under so many draws; `share` runs what comes before any draw once for all.
+
+    `seed` also rules what the model draws by itself.
+    """
     by_row = plan_once(posteriors, "by row", lambda: any(p.by_row or p.late for p in posteriors))
     alone = not split and not by_row and (total == 1 or fold is False)
     layout = Layout(keeps=True) if alone else layout_of(model, args, kwargs, posteriors)
     rows = max(layout.rows((args, kwargs)), 0)
-    copies = 1 if split or fold is False else min(total, at_once or total)
+    copies = 1 if split or fold is False else total
     if rows and not layout.covers((args, kwargs), copies):
         check_size(model, (args, kwargs), posteriors, layout, copies)
     if kwargs:
@@ -263,10 +247,21 @@ def draw_all(
         )
     rows = rows // total if split else rows
     if held is not None:
-        return held.view(total * rows, layout), layout, folds
-    new = Pass(total, total * rows, rowwise=layout.apart and rows > 0)
-    new.stream = None if seed is None else noise.Stream(seed)
-    return noise.draw(posteriors, new), layout, folds
+        new = held.view(total * rows, layout)
+    else:
+        new = Pass(total, total * rows, rowwise=layout.apart and rows > 0)
+        new.stream = None if seed is None else noise.Stream(seed)
+        noise.draw(posteriors, new)
+    if share and folds and total > 1 and not layout.random:  # what a random module gives differs between draws
+        new.shared = layout.ahead
+    # What is drawn late in compiled code comes from torch's generators, too, unless draws are numbered.
+    own = None if held is not None and layout.tree and not layout.random else seed
+    try:
+        with nullcontext() if own is None else noise.own_noise(own, posteriors[0].device):
+            return run_draws(model, posteriors, args, kwargs, new, layout, folds, tile=not split)
+    except Unproven as error:
+        unfold(layout, error, fold)
+        return sampled(model, posteriors, args, kwargs, total, fold, held, split, share, seed)
 
 
 def unfold(layout: Layout, error: Unproven, fold: Fold = "auto") -> None:

@@ -17,11 +17,11 @@ from torch._compile import _disable_dynamo
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes, proof
-from slimbayes.engine.layout import Layout, arrays_of, tree_map
+from slimbayes.engine.layout import Layout, arrays_of, leaves_of, tree_map
 from slimbayes.engine.modules import Posteriors, tree_of
 from slimbayes.engine.probe import Mixed, Visit
 from slimbayes.engine.quiet import inside_func, is_captured
-from slimbayes.engine.tree import without_cache
+from slimbayes.engine.tree import calls_layers, without_cache
 from slimbayes.engine.trial import first_line, run_probe, undisturbed
 
 _PROVING = threading.RLock()
@@ -171,8 +171,8 @@ def _compare_with_loop(model: nn.Module, inputs: Any, posteriors: Sequence[Any],
     """The layout, or what two draws say against it that run folded and one by one."""
     inputs = tree_map(without_cache, inputs)
     try:
-        with undisturbed(model, inputs) as trials:
-            proof.Proof(trials, inputs, posteriors, layout).verify()
+        with undisturbed(model, inputs, posteriors) as trials:
+            proof.Proof(trials, inputs, layout).verify()
     except (Mixed, passes.Unproven) as error:
         return Layout(why=str(error), mixed=True)
     except Exception:  # inputs that the model cannot take: the call itself will say so
@@ -202,8 +202,8 @@ def _difference_in_calls(model: nn.Module, inputs: Any, posteriors: Sequence[Any
     few = layout.narrow(inputs, 0, count // 2) if draws == 1 else layout.tile(inputs, 1 if count > 1 else 2)
     rows = layout.rows(few), layout.rows(many)
     try:
-        with undisturbed(model, inputs) as trials:
-            met = [run_probe(trials, posteriors, part, n)[0].visits for part, n in zip((few, many), rows, strict=True)]
+        with undisturbed(model, inputs, posteriors) as trials:
+            met = [run_probe(trials, part, n)[0].visits for part, n in zip((few, many), rows, strict=True)]
     except Exception as error:
         return f"{type(error).__name__} for {rows[1]} rows: {first_line(error)}"
     odd = next(((b or a).name for a, b in zip_longest(*met) if not _met_all_rows(a, b, *rows)), None)
@@ -235,5 +235,24 @@ def warn_of_loop(layout: Layout, what: str) -> None:
     warnings.warn(
         f"slimbayes runs this model draw by draw, which is right but slower: {layout.why}. So {what}. Exclude that "
         f"layer, declare batch_dim= in bayesianize, or pass fold=False to run draw by draw without this warning.",
-        stacklevel=5,
+        stacklevel=4,
     )
+
+
+def warn_of_unused(posteriors: Sequence[Any], done: passes.Pass, function: Any = None, out: Any = None) -> None:
+    """After the first pass, say which layers never ran: their posteriors have no part in any prediction."""
+    if torch.compiler.is_compiling() or posteriors[0].noticed:
+        return
+    if isinstance(function, nn.Module) and any("_orig_mod" in m._modules for m in passes.modules_of(function)):
+        return  # compiled code leaves no trace in `met`
+    posteriors[0].noticed = True
+    silent = [p for p in posteriors if p.layer is not None and p.layer.bayes_key not in done.met]
+    for posterior in silent:
+        posterior.note = "did not run in the first pass"
+    if silent:
+        names = ", ".join(p.name or "the model itself" for p in silent[:8])
+        names += f" and {len(silent) - 8} more" if len(silent) > 8 else ""
+        what = "Their posteriors have no part in predictions. Exclude them, unless another mode of the model uses them."
+        if any(map(calls_layers, leaves_of(out))):
+            what = "What it returned calls them later, when each draws anew: compute that in forward, or use frozen."
+        warnings.warn(f"slimbayes converted layers that the first pass never called: {names}. {what}", stacklevel=5)

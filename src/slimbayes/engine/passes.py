@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slimbayes.engine.blocks import block_of_row, sizes_equal
+from slimbayes.engine.blocks import spread_of
 from slimbayes.engine.layout import Layout, arrays_of
 from slimbayes.engine.layout import Unproven as Unproven
 from slimbayes.engine.modules import Keyed as Keyed
@@ -139,18 +139,8 @@ class Pass:
 
     def pick(self, posterior: Any, parameter: Tensor, count: int) -> Tensor:
         """Lay a parameter (K, ...) out by the member of each block, or of each row: (count, ...)."""
-        members, blocks = posterior.members, self.blocks(posterior)
-        if not isinstance(self.first, int) or self.first % members or blocks % members:
-            block = torch.arange(blocks, device=posterior.device)
-            if not sizes_equal(count, blocks):
-                block = block_of_row(count, blocks, posterior.device)
-            return parameter[(block + self.first) % members]
-        if count == blocks == members:
-            return parameter
-        # The regular layout as plain expansion: its backward is a sum, not a scatter.
-        tail = parameter.shape[1:]
-        rows = 1 if count == blocks else count // blocks
-        return parameter[None, :, None].expand(blocks // members, members, rows, *tail).reshape(count, *tail)
+        blocks = self.blocks(posterior)
+        return spread_of(posterior.members, blocks, count, self.first, posterior.device).laid(parameter.unsqueeze(1))
 
     def dim(self, key: str, x: Tensor) -> int:
         """The dimension of x that holds rows, as proven for this layer; -1 where one row stands for all."""

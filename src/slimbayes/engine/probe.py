@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,10 +27,6 @@ class Mixed(Exception):
     """A hypothesis about rows does not hold; the text says why."""
 
 
-class Continues(Exception):
-    """What one draw leaves in the modules would lead the next; the text says what."""
-
-
 def _shapes(tree: Any) -> list[tuple[int, ...]] | None:
     """Of all tensors in it; None where some are packed sequences, whose rows cannot be cut."""
     arrays = arrays_of(tree)
@@ -41,11 +37,10 @@ def _shapes(tree: Any) -> list[tuple[int, ...]] | None:
 class Visit:
     """One call of a converted module in a run of the proof."""
 
+    layer: Any
     key: str
     name: str
     shapes: list[tuple[int, ...]]
-    ndims: tuple[int, ...] = ()
-    allowed: Callable[[int, int], bool] = lambda dim, ndim: True
     outputs: list[tuple[int, ...]] = field(default_factory=list)
     prints: list[Prints] = field(default_factory=list)
     dims: list[int | None] = field(default_factory=list)
@@ -120,7 +115,7 @@ class Probe(passes.Pass):
         with torch._C.DisableTorchFunction():  # sums of our own are none of the model's
             arrays = [padded(leaf) for leaf in arrays_of((args, kwargs))]
             shapes = [tuple(a.shape) for a in arrays]
-            here = Visit(layer.bayes_key, layer.bayes_name, shapes, tuple(map(len, shapes)), layer.may_hold_rows)
+            here = Visit(layer, layer.bayes_key, layer.bayes_name, shapes)
             self.visits.append(here)
             if self.before is not None:
                 self._compare(here, next(iter(self.before.visits[place:]), None), arrays)

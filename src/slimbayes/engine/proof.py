@@ -28,7 +28,6 @@ from torch.nn.utils.rnn import PackedSequence
 from slimbayes.engine import noise, passes, trial
 from slimbayes.engine.layout import Dims, Layout, arrays_of, leaves_of, map_arrays, padded, tree_map
 from slimbayes.engine.probe import (
-    Continues,
     Mask,
     Mixed,
     Probe,
@@ -57,19 +56,19 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
         )
     first, mixed, keeps, looped = "", False, False, False
     inputs = tree_map(without_cache, inputs)
-    with trial.undisturbed(model, inputs) as trials:
+    with trial.undisturbed(model, inputs, posteriors) as trials:
         for tried, guess in enumerate(trial.candidate_layouts(inputs, batch_dim)):
-            proof, along = Proof(trials, inputs, posteriors, guess), (guess.lead or (0, 0))[1]
+            proof, along = Proof(trials, inputs, guess), (guess.lead or (0, 0))[1]
             try:
                 layout = proof.run()
-            except Continues as error:
-                return replace(proof.layout, why=str(error), mixed=True)
             except Mixed as error:
                 first, mixed = first or str(error), True
                 looped = looped or (tried == 0 and not along and proof.one_by_one())
             except Exception as error:
                 first = first or f"{type(error).__name__} when every row came twice: {trial.first_line(error)}"
             else:
+                if not layout.folds:
+                    return layout
                 if looped and along:  # steps of rows that run by themselves
                     layout = replace(layout, apart=False, why=first)
                 try:
@@ -89,7 +88,7 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
         # Inputs that the model cannot take say nothing about others of their kind: the call itself will fail.
         fails = False
         try:
-            trial.run_probe(trials, posteriors, inputs, 1)
+            trial.run_probe(trials, inputs, 1)
         except Exception as error:
             fails = not isinstance(error, Mixed)
     lead = next((h.lead for h in trial.candidate_layouts(inputs, batch_dim)), None)
@@ -100,8 +99,8 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
 class Proof:
     """The runs and the comparisons, for one hypothesis."""
 
-    def __init__(self, trials: Trials, inputs: Any, posteriors: Sequence[Any], layout: Layout) -> None:
-        self.trials, self.posteriors, self.layout = trials, posteriors, layout
+    def __init__(self, trials: Trials, inputs: Any, layout: Layout) -> None:
+        self.trials, self.posteriors, self.layout = trials, trials.posteriors, layout
         self.tolerance = trial.tolerance(trials.model)
         # Of a single row nothing can be told apart.
         self.alone = inputs if self.layout.rows(inputs) == 1 else None
@@ -116,8 +115,9 @@ class Proof:
         layout.most = layout.size(self.inputs, 2)
         single, out1 = self._probe(self.inputs)
         layout.keeps, layout.objects = bool(single.changes), single.objects
-        if lasts := trial.what_lasts(self.trials, self.posteriors, self.inputs, single, out1):
-            raise Continues(f"it keeps {lasts!r} from one call for the next, which draws cannot share")
+        if lasts := trial.what_lasts(self.trials, self.inputs, single, out1):
+            layout.why, layout.mixed = f"it keeps {lasts!r} from one call for the next, which draws cannot share", True
+            return layout
         double, out2 = self._probe(layout.tile(self.inputs, 2), single)
         layout.outputs = self._outputs(arrays_of(out1), arrays_of(out2), leaves_of(out1), leaves_of(out2))
         layout.made = self.rows, [tuple(padded(a).shape) for a in arrays_of(out1)]
@@ -189,7 +189,7 @@ class Proof:
 
     def _probe(self, inputs: Any, before: Probe | None = None, mask: Mask | None = None) -> tuple[Probe, Any]:
         rows = self.rows * (1 if before is None else 2)
-        return trial.run_probe(self.trials, self.posteriors, inputs, rows, before, mask)
+        return trial.run_probe(self.trials, inputs, rows, before, mask)
 
     def _outputs(self, first: list[Any], second: list[Any], flat1: list[Any], flat2: list[Any]) -> Dims:
         if len(first) != len(second) or len(flat1) != len(flat2):
@@ -260,14 +260,14 @@ class Proof:
                     shape = visit.shapes[0] if visit.shapes else ()
                     raise Mixed(f"{visit.name}: an input of shape {shape} has no rows in it")
                 dim = -1
-            if not visit.allowed(dim, len(visit.shapes[0])):
+            if not visit.layer.may_hold_rows(dim, len(visit.shapes[0])):
                 raise Mixed(f"{visit.name}: dimension {dim} of its input {visit.shapes[0]} cannot hold rows")
             at = (visit.key, len(visit.shapes[0]))
             if (known := layout.dims.setdefault(at, dim)) != dim:
                 raise Mixed(f"{visit.name}: its rows lie along dimension {known} in one call and {dim} in another")
             if dim >= 0 and visit.shapes[0][dim] % (2 * self.rows):
                 layout.joined.add(at)
-            layout.arguments[visit.key, visit.ndims] = (tuple(visit.dims), tuple(before.out_dims))
+            layout.arguments[visit.key, tuple(map(len, visit.shapes))] = (tuple(visit.dims), tuple(before.out_dims))
 
     def verify(self) -> None:
         """Two real draws folded and one by one must agree."""

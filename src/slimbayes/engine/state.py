@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from operator import is_
 from typing import Any
@@ -131,15 +131,16 @@ class State:
 
 
 class Trials(State):
-    """What trials of a model leave as it was: what modules keep, torch's own included, parameters that are written to,
-    as target networks are in a forward (not those of FSDP2, which writes to them itself), and random numbers of Python,
-    numpy and the modules' own.
+    """Trials of a model under these posteriors, and what they leave as it was: what modules keep, torch's own included,
+    parameters that are written to, as target networks are in a forward (not those of FSDP2, which writes to them
+    itself), and random numbers of Python, numpy and the modules' own.
     """
 
     every = True
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, posteriors: Sequence[Any] = ()) -> None:
         super().__init__(model)
+        self.posteriors = posteriors
         self.random = random.getstate(), np.random.get_state()
         own = [v for held in self.before for v in held.values() if isinstance(v, torch.Generator)]
         self.generators = [(generator, generator.get_state()) for generator in own]

@@ -55,13 +55,13 @@ def on_trial() -> bool:
 
 
 @contextmanager
-def undisturbed(model: nn.Module, inputs: Any) -> Iterator[Trials]:
+def undisturbed(model: nn.Module, inputs: Any, posteriors: Sequence[Any] = ()) -> Iterator[Trials]:
     """Random numbers, what modules keep, and gradients are afterwards as they were. Compiled parts run as they were
     written: each trial would be compiled anew. Distributions do not look at their parameters: whether all rows' are
     valid would seem to lead the model.
     """
     devices = sorted({a.device.index or 0 for a in map(padded, arrays_of(inputs)) if a.is_cuda})
-    trials, token = Trials(model), _UNDER_WAY.set(True)
+    trials, token = Trials(model, posteriors), _UNDER_WAY.set(True)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings(), without_validation():
             warnings.simplefilter("ignore")
@@ -81,16 +81,18 @@ def no_autocast(devices: set[str]) -> Iterator[None]:
         yield
 
 
+def takes_derivatives(error: Exception) -> bool:
+    """Whether a model failed because its forward takes derivatives (forces of an energy), and gradients are off."""
+    return not torch.is_grad_enabled() and "does not require grad" in str(error)
+
+
 def run_probe(
-    trials: Trials,
-    posteriors: Sequence[Any],
-    inputs: Any,
-    rows: int,
-    before: Probe | None = None,
-    taint: Mask | None = None,
+    trials: Trials, inputs: Any, rows: int, before: Probe | None = None, taint: Mask | None = None
 ) -> tuple[Probe, Any]:
-    """Run the plain model once, with everything random in it made constant: what was met, and the outputs."""
-    probe, out = _run_probe(trials, posteriors, inputs, rows, before, taint)
+    """Run the plain model once, with everything random in it made constant: what was met, and the outputs. Refuses
+    weights that are used past their layer, and other calls than before.
+    """
+    probe, out = note_uses(trials, inputs, rows, before, taint)
     if probe.quiet.used:
         raise Mixed(f"the weight of {next(iter(probe.quiet.used))} is used past the layer's own forward")
     if before is not None and len(before.visits) != len(probe.visits):
@@ -98,28 +100,17 @@ def run_probe(
     return probe, out
 
 
-def takes_derivatives(error: Exception) -> bool:
-    """Whether a model failed because its forward takes derivatives (forces of an energy), and gradients are off."""
-    return not torch.is_grad_enabled() and "does not require grad" in str(error)
-
-
-def _run_probe(
-    trials: Trials,
-    posteriors: Sequence[Any],
-    inputs: Any,
-    rows: int = 1,
-    before: Probe | None = None,
-    taint: Mask | None = None,
-) -> tuple[Probe, Any]:
+def note_uses(trials: Trials, inputs: Any, rows: int = 1, *compared: Any) -> tuple[Probe, Any]:
+    """The same, which refuses nothing by itself."""
     quiet = Quiet(not trials.model.training, trials)
-    probe = Probe([p.key for p in posteriors], quiet, before, taint)
+    probe = Probe([p.key for p in trials.posteriors], quiet, *compared)
     probe.rows = rows
     args, kwargs = copy_inputs(inputs)
     try:
-        with probe.watching(trials.model), quiet, no_autocast({p.device.type for p in posteriors} or {"cpu"}):
+        with probe.watching(trials.model), quiet, no_autocast({p.device.type for p in trials.posteriors} or {"cpu"}):
             out = passes.run(probe, trials.model, *args, **kwargs)
         probe.objects = any(isinstance(leaf, UNORDERED) or attributes_of(leaf) for leaf in leaves_of(out))
-        probe.changes, out = trials.changes() if before is None else {}, open_objects(out)
+        probe.changes, out = trials.changes() if probe.before is None else {}, open_objects(out)
         return probe, out
     except RuntimeError as error:
         if not takes_derivatives(error):
@@ -127,7 +118,7 @@ def _run_probe(
     finally:
         trials.restore()
     torch.set_grad_enabled(True)  # until the trials are over, which began without
-    return _run_probe(trials, posteriors, inputs, rows, before, taint)
+    return note_uses(trials, inputs, rows, *compared)
 
 
 def _count_uses(probe: Probe) -> Counter[str]:
@@ -176,11 +167,11 @@ def _marked(model: nn.Module, posteriors: Sequence[Any], inputs: Any, state: Sta
     after, inputs = state.changes(), tree_map(without_cache, inputs)
     state.restore()
     try:
-        with undisturbed(model, inputs) as trials:
-            first, found = _run_probe(trials, posteriors, inputs)[0], []
+        with undisturbed(model, inputs, posteriors) as trials:
+            first, found = note_uses(trials, inputs)[0], []
             for changes in (first.changes, *({place: change} for place, change in first.changes.items())):
                 trials.write(changes)
-                spared = _count_uses(first) - _count_uses(_run_probe(trials, posteriors, inputs)[0])
+                spared = _count_uses(first) - _count_uses(note_uses(trials, inputs)[0])
                 if not spared and changes is first.changes:
                     break
                 found += [*changes] if spared and len(changes) == 1 else []
@@ -202,17 +193,17 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "")
 
 
-def what_lasts(trials: Trials, posteriors: Sequence[Any], inputs: Any, first: Probe, out: Any) -> str | None:
+def what_lasts(trials: Trials, inputs: Any, first: Probe, out: Any) -> str | None:
     """The name of what a run left in the modules, if it depends on the inputs and changes what a second one gives."""
     if not first.changes:
         return None
     name = trials.names(first.changes)[0]
     other = map_arrays(lambda i, a: other_numbers(a, 0, True) if isinstance(a, Tensor) and a.dim() else a, inputs)
     try:
-        if same_changes(first.changes, run_probe(trials, posteriors, other, first.rows)[0].changes):
+        if same_changes(first.changes, run_probe(trials, other, first.rows)[0].changes):
             return None
         trials.write(first.changes)
-        again = arrays_of(run_probe(trials, posteriors, inputs, first.rows)[1])
+        again = arrays_of(run_probe(trials, inputs, first.rows)[1])
     except Exception:  # a state that does not fit the inputs any more
         trials.restore()
         return name

@@ -23,7 +23,7 @@ from slimbayes.engine.tree import copy_containers
 from slimbayes.engine.trial import takes_derivatives
 from slimbayes.posteriors.base import Support
 from slimbayes.posteriors.ensemble import EnsemblePosterior
-from slimbayes.prediction.sample import device_of, free_seed, members, posteriors_in, sampled
+from slimbayes.prediction.sample import device_of, free_seed, members, posteriors_in
 
 MOST_ROWS = 2**15  # draws x inputs in one forward, by default
 _MOST_NUMBERS = 2**23  # of the inputs of one forward, by default
@@ -60,7 +60,7 @@ class Draws:
             return
         if self.held is not None:
             call = self.model, self.posteriors, args, kwargs, self.held.total, self.fold, self.held
-            yield self._run_call(lambda: sampled(*call))
+            yield self._run_call(lambda: calls.sampled(*call))
             return
         at_once = min(draws, self._at_once((args, kwargs)))
         countable = self.share and draws > 1 and self.members == 1 and all(p.countable for p in self.posteriors)
@@ -76,7 +76,7 @@ class Draws:
 
     def _run(self, args: Any, kwargs: Any, new: Pass, first: int) -> Any:
         call, own = (self.model, self.posteriors, args, kwargs), self._own(first)
-        return self._run_call(lambda: sampled(*call, new.total, self.fold, new, share=self.share, seed=own))
+        return self._run_call(lambda: calls.sampled(*call, new.total, self.fold, new, share=self.share, seed=own))
 
     def _run_plain(self, args: Any, kwargs: Any) -> Any:
         return calls.stack_draws([self.model(*args, **kwargs)])

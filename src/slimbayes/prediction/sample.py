@@ -18,7 +18,7 @@ from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.calls import Fold
 from slimbayes.engine.layout import arrays_of, is_opaque
 from slimbayes.engine.noise import Seed
-from slimbayes.engine.passes import Noise, Pass, Unproven
+from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.tree import copy_containers
 from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.prediction.checks import MISFITS, check_draws, explain
@@ -100,9 +100,9 @@ def sample(
     total = calls.total_draws(posteriors, draws) if held is None else held.total
     how = total, fold, held, rows == "split", False, None if seed is None else free_seed("sample", seed, held)
     if torch.compiler.is_compiling():
-        return sampled(model, posteriors, args, kwargs, *how)
+        return calls.sampled(model, posteriors, args, kwargs, *how)
     try:
-        return sampled(model, posteriors, args, kwargs, *how)
+        return calls.sampled(model, posteriors, args, kwargs, *how)
     except MISFITS as error:
         explain(error, model, args, kwargs)
 
@@ -112,36 +112,6 @@ def free_seed(what: str, seed: Seed, held: Pass | None) -> int:
     if held is not None and seed is not None:
         raise ValueError(f"{what}(..., seed=) inside `frozen` would change nothing: give the seed to frozen.")
     return noise.seed_of(seed)
-
-
-def sampled(
-    model: nn.Module,
-    posteriors: Sequence[Any],
-    args: Any,
-    kwargs: Any,
-    total: int,
-    fold: Fold,
-    held: Pass | None = None,
-    split: bool = False,
-    share: bool = False,
-    seed: int | None = None,
-) -> Any:
-    """Outputs (S, B, ...) of one call under so many draws; `share` runs what comes before any draw once for all.
-
-    `seed` also rules what the model draws by itself.
-    """
-    new, layout, folds = calls.draw_all(model, posteriors, args, kwargs, total, fold, held, split, seed=seed)
-    share = share and folds and total > 1 and not layout.random  # what a random module gives differs between draws
-    new.shared = layout.ahead if share else new.shared
-    try:
-        if seed is None or (held is not None and layout.tree and not layout.random):
-            return calls.run_draws(model, posteriors, args, kwargs, new, layout, folds, tile=not split)
-        # What is drawn late in compiled code comes from torch's generators, too, unless draws are numbered.
-        with noise.own_noise(seed, device_of(model)):
-            return calls.run_draws(model, posteriors, args, kwargs, new, layout, folds, tile=not split)
-    except Unproven as error:
-        calls.unfold(layout, error, fold)
-        return sampled(model, posteriors, args, kwargs, total, fold, held, split, share, seed)
 
 
 @contextmanager
