@@ -211,8 +211,8 @@ MUTATIONS = [
     ),
     Mutation(
         "proof-tree",
-        "if layout is None or layout.tree != tree:",
-        "if layout is None:",
+        "if former is not None and former.number == found.number:",
+        "if former is not None:",
         'test_engine.py -k "again or layout or replaced"',
         'test_review_entries.py -k "replaced or added or removed"',
     ),

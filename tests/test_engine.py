@@ -465,7 +465,7 @@ def test_a_module_of_fabric_is_looked_through() -> None:
     model = sb.bayesianize(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), MEMBERS)
     outer = fabric.setup_module(torch.compile(model, backend="eager"))
     assert sb.sample(outer, torch.randn(6, 3), rows="split").shape == (3, 2, 2)
-    assert "_slimbayes_rows" in vars(model)
+    assert model._slimbayes_tree.layouts
 
 
 @pytest.mark.slow
@@ -853,7 +853,6 @@ def test_no_coincidence_of_sizes_changes_a_result(draws: int) -> None:
             expected = sb.sample(model, values, mask, fold=False)
             close(sb.sample(model, values, mask), expected)
             fresh = copy.deepcopy(model)  # which has to find its rows on these very sizes
-            fresh.__dict__.pop("_slimbayes_rows", None)
             close(sb.sample(fresh, values, mask), expected)
 
 
@@ -1231,7 +1230,7 @@ def test_the_kl_of_layers_with_priors_of_their_own_is_the_sum_of_theirs() -> Non
     torch.manual_seed(3)
     model = sb.bayesianize(nn.Sequential(*layers), {str(i): config for i, config in enumerate(configs)})
     for j, config in enumerate(configs):
-        assert sb.kl(model[j]).item() == pytest.approx(sum(p.kl(None).item() for p in passes.posteriors_of(model[j])))
+        assert sb.kl(model[j]).item() == pytest.approx(sum(p.kl().item() for p in passes.posteriors_of(model[j])))
         assert passes.posteriors_of(model[j])[0].r.prior == config.prior
     close(sb.kl(model).detach(), torch.stack([sb.kl(layer).detach() for layer in model]).sum())
     assert differ(torch.stack(single)[0], torch.stack(single)[1])
@@ -1502,7 +1501,7 @@ def test_a_model_that_counts_its_calls_is_proven_a_few_times(monkeypatch: pytest
     with torch.no_grad(), quietly():
         for step in range(12):
             sb.sample(model, x, step)
-        assert len(proofs) == 8 and [len(known) for known in model._slimbayes_rows.values()] == [8]
+        assert len(proofs) == 8 and [len(known) for known in model._slimbayes_tree.layouts.values()] == [8]
         with sb.frozen(model):
             assert_draws(sb.sample(model, x, 99), held(model, 1), (x, 99), {})
 

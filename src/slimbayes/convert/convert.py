@@ -15,7 +15,7 @@ from torch import nn
 from slimbayes.convert.plan import Decision, Selection, plan, refuse
 from slimbayes.convert.remarks import refuse_fixed_code, report_functional_dropout, report_members, report_signs
 from slimbayes.convert.trainable import Train, freeze, modules_to_save
-from slimbayes.engine.locate import LATEST, unwrapped
+from slimbayes.engine.locate import unwrapped
 from slimbayes.engine.state import MARKED
 from slimbayes.layers import class_for
 from slimbayes.layers.base import Converted, sites_of
@@ -137,7 +137,7 @@ def debayesianize(model: Model) -> Model:
             _restore(layer, layer.posterior)
         elif isinstance(layer, Opens):
             layer.__class__ = class_before(type(layer))
-        for kept in ("_slimbayes_rows", *LATEST.values(), "_slimbayes_tree", MARK, MARKED):
+        for kept in ("_slimbayes_tree", MARK, MARKED):
             layer.__dict__.pop(kept, None)
         conversion: Conversion | None = layer.__dict__.pop("_slimbayes", None)
         if conversion is not None:
@@ -214,20 +214,18 @@ def _posteriors(decision: Decision, layer: nn.Module, device: torch.device) -> t
 def _share(decisions: Sequence[Decision], layers: Mapping[str, nn.Module], built: list[Any]) -> None:
     """Layers that are tied to another get its posterior: one draw and one KL for one weight."""
     owners = {decision.name: (decision, posteriors) for decision, _, _, posteriors in built}
-    owned = {decision.name: cls for decision, _, cls, _ in built}
     for decision in decisions:
         if decision.tied is None or decision.config is None:
             continue
         if decision.tied not in owners or owners[decision.tied][0].config is None:
             decision.stay(f"its weight is tied to {decision.tied}, which stays as it is")
             continue
-        owner, (site, posterior) = owners[decision.tied][0], next(iter(owners[decision.tied][1].items()))
+        owner, posterior = owners[decision.tied][0], next(iter(owners[decision.tied][1].values()))
         layer = layers[decision.name]
         cls = class_for(layer, decision.config.covers)
         assert cls is not None
         first = sites_of(cls, layer)[0]
-        theirs = next(s for s in sites_of(owned[owner.name], layers[owner.name]) if s.name == site)
-        if posterior.oriented and first.out_dim != theirs.out_dim:
+        if posterior.oriented and first.out_dim != posterior.site.out_dim:
             # What scales the inputs of one scales the outputs of the other: the same factors are other weights.
             for d, other in ((owner, decision), (decision, owner)):
                 d.stay(f"its weight is tied to {other.name}, which has inputs for outputs: they share no factors", True)

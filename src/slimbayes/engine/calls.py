@@ -107,7 +107,7 @@ def needs_rows(posteriors: Sequence[Any]) -> bool:
 
 def _open(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     posteriors = passes.posteriors_of(module)
-    if torch.compiler.is_compiling() and needs_rows(posteriors) and latest_of(module, posteriors) is None:
+    if torch.compiler.is_compiling() and needs_rows(posteriors) and latest_of(module) is None:
         return call_outside(module, args, kwargs)  # the compiler sees the next call, which it can take whole
     layout = layout_of(module, args, kwargs, posteriors) if needs_rows(posteriors) else None
     if kwargs:
@@ -255,7 +255,7 @@ def sampled(
     if share and folds and total > 1 and not layout.random:  # what a random module gives differs between draws
         new.shared = layout.ahead
     # What is drawn late in compiled code comes from torch's generators, too, unless draws are numbered.
-    own = None if held is not None and layout.tree and not layout.random else seed
+    own = None if held is not None and not (alone or layout.random) else seed
     try:
         with nullcontext() if own is None else noise.own_noise(own, posteriors[0].device):
             return run_draws(model, posteriors, args, kwargs, new, layout, folds, tile=not split)

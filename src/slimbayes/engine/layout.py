@@ -41,7 +41,6 @@ class Layout:
         arguments: the same for all arguments and outputs of modules that run as a whole.
         ahead: modules (by identity) that run before any draw is used, with the dimensions of their inputs and outputs.
         made: how many rows the proof had, and the shapes of its outputs.
-        tree: which modules the model had.
         random: the model draws random numbers of its own.
         told: the user knows why it does not fold.
         mixed: rows, or draws, were seen to act on each other.
@@ -62,8 +61,6 @@ class Layout:
     arguments: dict[tuple[str, tuple[int, ...]], tuple[Dims, Dims]] = field(default_factory=dict)
     ahead: dict[int, tuple[Dims, Dims]] = field(default_factory=dict)
     made: tuple[int, list[tuple[int, ...]]] = (1, [])
-    tree: int = 0
-    key: str | None = None
     random: bool = False
     told: bool = False
     mixed: bool = False

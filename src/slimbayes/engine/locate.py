@@ -25,7 +25,6 @@ from slimbayes.engine.tree import calls_layers, without_cache
 from slimbayes.engine.trial import first_line, run_probe, undisturbed
 
 _PROVING = threading.RLock()
-LATEST = {True: "_slimbayes_training", False: "_slimbayes_evaluating"}  # where a model keeps the layout it used last
 _PLAIN = {Tensor, bool, int, float, str, type(None)}  # arguments that hold no others
 _MODES = 8  # of a model for which rows are located, for each kind of input
 _WRAPPED = {"_orig_mod", "_forward_module"}  # where torch.compile and Fabric keep what they run
@@ -72,13 +71,13 @@ def layout_of(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any
     """The proven layout of a call. While torch.compile traces, the one of the last call of this model in its mode."""
     if not torch.compiler.is_compiling():
         return locate(model, args, kwargs, posteriors)
-    return latest_of(model, posteriors) or _locate_outside(model, args, kwargs)
+    return latest_of(model) or _locate_outside(model, args, kwargs)
 
 
-def latest_of(model: nn.Module, posteriors: Sequence[Any]) -> Layout | None:
+def latest_of(model: nn.Module) -> Layout | None:
     """The layout of the last call of a model in its mode."""
-    latest = getattr(model, LATEST[model.training], None)
-    return None if latest is None or latest.key != posteriors[0].key else latest
+    tree: Any = getattr(model, "_slimbayes_tree", None)
+    return None if tree is None else tree.latest[model.training]
 
 
 def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,27 +114,23 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any]) 
     """The layout of a call: the one proven for its kind and kept with the model, or a proof now."""
     given, model = model, unwrapped(model)
     read = posteriors.tree if model is given and isinstance(posteriors, Posteriors) else None  # just now
-    read = read or tree_of(model)
-    tree, (kind, modes) = read.number, kind_of(model, args, kwargs, read.modes())
-    known: dict[Any, Layout] = model.__dict__.setdefault("_slimbayes_rows", {}).setdefault(kind, {})
+    tree = read or tree_of(model)
+    kind, modes = kind_of(model, args, kwargs, tree.modes())
+    known: dict[Any, Layout] = tree.layouts.setdefault(kind, {})
     with _PROVING:  # threads that meet a model together wait for the first
         layout = known.get(modes)
-        if layout is None or layout.tree != tree:
-            for former in [m for m, old in known.items() if old.tree != tree]:
-                del known[former]
+        if layout is None and len(known) >= _MODES:
             # Of many modes the most careful serves a further one: a model that counts its calls, or is told which step
             # it is at, would be proven anew each time.
-            careful = sorted(known.values(), key=lambda layout: (layout.folds, layout.apart))
-            layout = careful[0] if len(known) >= _MODES else None
+            layout = min(known.values(), key=lambda layout: (layout.folds, layout.apart))
         if layout is None:
             layout = proof.prove(model, (args, kwargs), posteriors, batch_dim_of(model))
-            layout.tree, layout.key = tree, passes.first_key(model)
         else:
             changed = layout.folds and _look_again(model, (args, kwargs), posteriors, layout)
-            if not changed and id(layout) == id(model.__dict__.get(LATEST[model.training])):
+            if not changed and layout is tree.latest[model.training]:
                 return layout
         if not layout.told and (layout.lead is None or layout.rows((args, kwargs)) > 0):
-            model.__dict__[LATEST[model.training]] = layout
+            tree.latest[model.training] = layout
             layout.told = any(other.told and other.why == layout.why for other in known.values())
             if len(known) < _MODES:
                 known[modes] = layout

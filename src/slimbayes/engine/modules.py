@@ -6,6 +6,7 @@ a tree with the one of the call before takes a tenth of the time of walking thro
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 from itertools import chain, count
@@ -58,6 +59,7 @@ def plan_once(posteriors: Sequence[Any], key: Hashable, make: Callable[[], T]) -
 
 
 _CHANGES = [0]  # of posteriors, in this process
+_READING = threading.Lock()
 _PARTS, _VALUES = itemgetter("_modules"), methodcaller("values")
 
 
@@ -67,7 +69,7 @@ def discard_plans() -> None:
 
 
 class Tree:
-    """The modules under a root as they were read. Copies know nothing."""
+    """The modules under a root as they were read, and where rows lie in calls of it, as proven. Copies know nothing."""
 
     def __init__(self, root: nn.Module | None = None) -> None:
         self.changes = _CHANGES[0]
@@ -78,6 +80,8 @@ class Tree:
         self.children = self._children()
         self.run = [m for m in self.modules if not isinstance(m, (Keyed, nn.ModuleDict))]
         self.own = [m.__dict__ for m in self.run]
+        self.layouts: dict[Any, dict[Any, Any]] = {}  # by kind of call, and modes
+        self.latest: list[Any] = [None, None]  # of the last call in eval mode, and of the last in training
         self._read_flags()
 
     def __reduce__(self) -> Any:
@@ -148,12 +152,15 @@ def _list_modules(root: nn.Module) -> list[nn.Module]:
 def tree_of(root: nn.Module) -> Tree:
     """The tree under a module, read anew if it changed. Where there are posteriors in it, the module keeps it."""
     found: Tree | None = root.__dict__.get("_slimbayes_tree")
-    if found is None or not found.stands(root):
-        found = Tree(root)
+    if found is not None and found.stands(root):
+        return found
+    with _READING:  # threads that meet a model together share what they find out
+        former = root.__dict__.pop("_slimbayes_tree", None)
+        found = former if former is not None and former.stands(root) else Tree(root)
+        if former is not None and former.number == found.number:
+            found.layouts, found.latest = former.layouts, former.latest
         if found.posteriors:
             root.__dict__["_slimbayes_tree"] = found
-        else:
-            root.__dict__.pop("_slimbayes_tree", None)
     return found
 
 

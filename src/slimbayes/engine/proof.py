@@ -41,7 +41,7 @@ from slimbayes.engine.probe import (
 )
 from slimbayes.engine.quiet import Quiet, inside_func, is_captured
 from slimbayes.engine.state import Trials
-from slimbayes.engine.tree import open_objects, stack_draws, without_cache
+from slimbayes.engine.tree import copy_containers, open_objects, stack_draws, without_cache
 
 
 def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: int | None) -> Layout:
@@ -284,7 +284,7 @@ class Proof:
 
     def _run_drawn(self, new: passes.Pass, inputs: Any) -> Any:
         """What the model gives with the draws of a pass, and nothing else at random."""
-        model, (args, kwargs) = self.trials.model, trial.copy_inputs(inputs)
+        model, (args, kwargs) = self.trials.model, copy_containers(inputs)
         try:
             with trial.no_autocast({p.device.type for p in self.posteriors}):
                 passes.run(new, noise.realise, self.posteriors, new)

@@ -22,7 +22,7 @@ from slimbayes.engine.layout import Dims, Layout, arrays_of, leaves_of, map_arra
 from slimbayes.engine.probe import Mask, Mixed, Probe, other_numbers
 from slimbayes.engine.quiet import Quiet, inside_func
 from slimbayes.engine.state import State, Trials, same_changes
-from slimbayes.engine.tree import UNORDERED, attributes_of, open_objects, without_cache
+from slimbayes.engine.tree import UNORDERED, attributes_of, copy_containers, open_objects, without_cache
 from slimbayes.errors import SlimbayesWarning
 
 _UNDER_WAY: ContextVar[bool] = ContextVar("slimbayes_trial", default=False)
@@ -105,7 +105,7 @@ def note_uses(trials: Trials, inputs: Any, rows: int = 1, *compared: Any) -> tup
     quiet = Quiet(not trials.model.training, trials)
     probe = Probe([p.key for p in trials.posteriors], quiet, *compared)
     probe.rows = rows
-    args, kwargs = copy_inputs(inputs)
+    args, kwargs = copy_containers(inputs)
     try:
         with probe.watching(trials.model), quiet, no_autocast({p.device.type for p in trials.posteriors} or {"cpu"}):
             out = passes.run(probe, trials.model, *args, **kwargs)
@@ -181,11 +181,6 @@ def _marked(model: nn.Module, posteriors: Sequence[Any], inputs: Any, state: Sta
     finally:
         state.write(after)
     return bool(found)
-
-
-def copy_inputs(inputs: Any) -> Any:
-    """Copies of the tensors, which the model may change."""
-    return map_arrays(lambda i, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
 
 
 def first_line(error: Exception) -> str:

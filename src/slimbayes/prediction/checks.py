@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from slimbayes.engine import calls
 from slimbayes.engine.layout import arrays_of
+from slimbayes.engine.passes import posteriors_of
 from slimbayes.engine.quiet import Quiet
 from slimbayes.engine.trial import undisturbed
 from slimbayes.errors import SlimbayesWarning
@@ -137,15 +138,13 @@ def explain(error: Exception, model: nn.Module, args: Any, kwargs: Any) -> NoRet
 
 def _resized(model: nn.Module) -> str | None:
     """What was made of a layer whose weight has got another shape since it was converted."""
-    for layer in (m for m in model.modules() if isinstance(m, BayesLayer)):
-        for site in layer.sites():
-            own = tuple(layer.linear_map(site.name).weight.shape)
-            made = tuple(getattr(getattr(layer.posterior[site.name], "site", None), "shape", own))
-            if made != own:
-                return (
-                    f"The weight of layer {layer.bayes_name!r} is {own}, but its posterior was made for "
-                    f"{made}: resize layers before bayesianize, or call debayesianize first and convert again."
-                )
+    for p in (p for p in posteriors_of(model) if isinstance(p.layer, BayesLayer)):
+        weight: Any = p.linear_map().weight
+        if weight is not None and weight.is_floating_point() and tuple(weight.shape) != p.site.shape:
+            return (
+                f"The weight of layer {p.layer.bayes_name!r} is {tuple(weight.shape)}, but its posterior was made for "
+                f"{p.site.shape}: resize layers before bayesianize, or call debayesianize first and convert again."
+            )
     return None
 
 
