@@ -166,16 +166,16 @@ def finish(new: Pass, posteriors: Any, function: Callable[..., Any], args: Any, 
     """Make the draws of a pass, run, and let a backward pass find them again."""
     tree = getattr(posteriors, "tree", None)  # of all posteriors under a module, outside of a compiler
     looks = tree is not None and posteriors.keeps.get((tree.modules[0].training, torch.is_grad_enabled()), True)
+
+    def call_drawn() -> Any:
+        noise.realise(posteriors, new)
+        return function(*args, **kwargs)
+
     with forgetting_drawn_weights(posteriors, (args, kwargs)) if looks else nullcontext():
-        out = passes.run(new, _call_drawn, posteriors, new, function, args, kwargs)
+        out = passes.run(new, call_drawn)
     warn_of_unused(posteriors, new, function, out)
     passes.remember(out, new)
     return out
-
-
-def _call_drawn(posteriors: Sequence[Any], new: Pass, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    noise.realise(posteriors, new)
-    return function(*args, **kwargs)
 
 
 def _call_under_held_draws(held: Pass, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

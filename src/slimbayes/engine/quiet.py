@@ -4,6 +4,7 @@ Random functions give constants, dropout gives its input, and batch norm uses it
 while it trains. It also sees which layers' weights are used past the layer's own forward.
 """
 
+import inspect
 from collections import Counter
 from typing import Any
 
@@ -23,6 +24,7 @@ _RANDOM: dict[str, float | None] = {
     **dict.fromkeys(("_standard_gamma", "_sample_dirichlet", "binomial"), 1.0),
     **dict.fromkeys(("randint", "randint_like", "random_", "randperm"), None),
 }
+_NORM = inspect.signature(F.batch_norm)
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 # By place of the index among the arguments.
 _BY_INDEX = {"index_select": 2, "gather": 2, "take_along_dim": 1}
@@ -118,7 +120,7 @@ class Quiet(TorchFunctionMode):
             _check_states(args)
             args = tuple(0.0 if isinstance(a, float) else a for a in args)
         if name == "batch_norm":
-            return _norm(self.evaluates, *args, **kwargs)
+            return _norm(self.evaluates, func, args, kwargs)
         out = func(*args, **kwargs)
         if name in _COMPARES or self.compared:
             self._note_compared(name, args, out)
@@ -229,22 +231,16 @@ def _constant(name: str, out: Tensor, args: Any, kwargs: Any) -> Tensor:
         return out.fill_(kwargs.get("low", kwargs.get("from", numbers[0] if len(numbers) > 1 else 0)))
 
 
-def _norm(
-    evaluates: bool,
-    x: Tensor,
-    mean: Any = None,
-    var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
-    *rest: Any,
-    **options: Any,
-) -> Tensor:
+def _norm(evaluates: bool, func: Any, args: Any, kwargs: Any) -> Tensor:
     """Batch norm that looks at no other row, unless it does so while nothing trains."""
-    mean, var = options.pop("running_mean", mean), options.pop("running_var", var)
-    weight, bias = options.pop("weight", weight), options.pop("bias", bias)
-    channels = x.shape[1]
+    if func is torch.batch_norm:  # which takes the weight and the bias first
+        x, weight, bias, mean, var, _, _, eps, _ = args
+    else:
+        given = _NORM.bind(*args, **kwargs)
+        given.apply_defaults()
+        x, mean, var, weight, bias, _, _, eps = given.args
     if evaluates and mean is None:
-        return F.batch_norm(x, None, None, weight, bias, True, 0.0, options.get("eps", 1e-5))
-    mean = x.new_zeros(channels) if mean is None else mean
-    var = x.new_ones(channels) if var is None else var
-    return F.batch_norm(x, mean, var, weight, bias, False, 0.0, options.get("eps", 1e-5))
+        return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
+    mean = x.new_zeros(x.shape[1]) if mean is None else mean
+    var = x.new_ones(x.shape[1]) if var is None else var
+    return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)

@@ -89,13 +89,10 @@ def copy_containers(tree: Any) -> Any:
     return map_arrays(lambda i, array: array.clone(), tree) if is_plain_call(tree) else tree_map(copy_of, tree)
 
 
-def stack_draws(parts: list[Any]) -> Any:
-    """Outputs of single draws, stacked along a new first axis."""
-    return _stack_within(parts, (), None)
-
-
-def _stack_within(parts: list[Any], around: Objects, batch: torch.Size | None) -> Any:
-    """The same inside of objects, and of a distribution over a `batch`: what has not that many entries is for all."""
+def stack_draws(parts: list[Any], around: Objects = (), batch: torch.Size | None = None) -> Any:
+    """Outputs of single draws, stacked along a new first axis. Inside of objects that lie `around` them, and of a
+    distribution over a `batch`, what has not that many entries is for all.
+    """
 
     def stack(*leaves: Any) -> Any:
         if isinstance(leaves[0], PackedSequence):
@@ -138,7 +135,7 @@ class _Apart(Exception):
     """What an object holds differs between draws in a way that one object cannot show."""
 
 
-def _joined(leaves: Sequence[Any], around: Objects = (), batch: torch.Size | None = None) -> Any:
+def _joined(leaves: Sequence[Any], around: Objects, batch: torch.Size | None) -> Any:
     """What draws returned that is no tensor: one for all if they are the same, (S,) of numbers, objects with all that
     they hold stacked.
     """
@@ -186,7 +183,7 @@ def _fill_copy(leaves: Sequence[Any], held: list[dict[Any, Any]], around: Object
         ]
         if any(_is_among(leaf, around) for leaf in leaves_of(values[0])):
             continue  # an object that it lies in itself
-        value = _stack_within(values, around, over)
+        value = stack_draws(values, around, over)
         if isinstance(new, (Mapping, list)):
             new[name] = value  # type: ignore[index]
         if not isinstance(new, (Mapping, list)) or name in vars_of(new):  # mappings may have items as attributes, too
