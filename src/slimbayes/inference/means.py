@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from slimbayes.convert.convert import bayesianize, debayesianize
 from slimbayes.engine import passes
-from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.posteriors.configs.gaussian import KTied
 from slimbayes.posteriors.factors import Drawn
 from slimbayes.prediction.sample import central_pass
@@ -36,26 +35,26 @@ def member_factors(model: nn.Module) -> dict[str, dict[str, Drawn]]:
     found: dict[str, dict[str, Drawn]] = {}
     plain: list[str] = []
 
-    def own(layer: Any, site: str, posterior: Any) -> bool:
+    def own(posterior: Any) -> bool:
         """Whether the one draw under way is the layer's own weight and bias."""
-        linear = layer.linear_map(site)
+        linear = posterior.linear_map()
         weight, bias = posterior.materialise(linear, 0)
         return torch.equal(weight, linear.weight) and (bias is None or torch.equal(bias, linear.bias))
 
     def look() -> None:
-        for name, layer in model.named_modules():
-            for site, p in layer.posterior.items() if isinstance(layer, Converted) else ():
-                lines = p.factors() if isinstance(layer, BayesLayer) else None  # type: ignore[operator]
-                if lines is not None:
-                    s, r, bias = lines
-                    found.setdefault(name, {})[site] = Drawn(r.clone(), s.clone(), bias)
-                elif not (members == 1 and own(layer, site, p)):
-                    raise ValueError(
-                        f"The means of {p.name} ({type(p).__name__}) are no factors of its weight. Call "
-                        f"merge(model, member=0) first, which makes them plain weights."
-                    )
-                else:
-                    plain.append(name)
+        names = {id(layer): name for name, layer in model.named_modules()}
+        for p in posteriors:
+            lines = p.factors()
+            if lines is not None:
+                s, r, bias = lines
+                found.setdefault(names[id(p.layer)], {})[p.site.name] = Drawn(r.clone(), s.clone(), bias)
+            elif not (members == 1 and own(p)):
+                raise ValueError(
+                    f"The means of {p.name} ({type(p).__name__}) are no factors of its weight. Call "
+                    f"merge(model, member=0) first, which makes them plain weights."
+                )
+            else:
+                plain.append(names[id(p.layer)])
 
     passes.run(central_pass(posteriors), look)
     if found and plain:

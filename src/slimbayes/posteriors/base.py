@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -28,7 +27,6 @@ from slimbayes.layers.site import Site
 from slimbayes.posteriors.configs.base import Config as Config
 from slimbayes.posteriors.configs.base import SiteConfig as SiteConfig
 
-Pick = Callable[[Tensor, int], Tensor]  # a parameter (K, ...) and a number of blocks or rows n -> (n, ...), by member
 # What a parameter is to an optimizer. Weights of the network or of a member of it, and components that a layer picks
 # from, train at the network's pace; scales, factors and logits are variational, with a pace of their own and no decay.
 Role = Literal["weight", "component", "scale", "factor", "logit"]
@@ -83,8 +81,8 @@ class Posterior(Keyed, ABC):
         return False
 
     @abstractmethod
-    def realise(self, noise: Noise, pick: Pick) -> Any:
-        """Turn noise into draws; `pick(parameter, n)` lays a parameter (K, ...) out by member of each block or row."""
+    def realise(self, noise: Noise) -> Any:
+        """Turn noise into draws; `pick` tells members apart."""
 
     def centre(self, block: Tensor) -> Tensor:
         """The noise behind the posterior's mean, or median, in the shape of some noise (n, width)."""
@@ -146,9 +144,9 @@ class Posterior(Keyed, ABC):
         """Whether the parameters are split over processes (FSDP2)."""
         return hasattr(self.anchor, "full_tensor")
 
-    def choices(self) -> Tensor | None:
-        """Which of a few functions each draw of this pass is, as integers (n,); None where draws are not countable."""
-        return None
+    def choices(self) -> Tensor:
+        """Which of a few functions each draw of this pass is, as integers (n,), where draws are countable."""
+        raise NotImplementedError
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Lines s (n, in), r (n, out), bias (n, out) or None of this pass, if they make (W (x o s)) o r + b + bias."""
@@ -189,9 +187,13 @@ class Posterior(Keyed, ABC):
         current = self.current
         if self.key in current.values:
             return current.values[self.key]
-        values = self.realise(self.noise, partial(current.pick, self))
+        values = self.realise(self.noise)
         current.values[self.key] = values
         return values
+
+    def pick(self, parameter: Tensor, count: int) -> Tensor:
+        """A parameter (K, ...) by the member of each of so many blocks or rows of this pass, (count, ...)."""
+        return self.current.pick(self, parameter, count)
 
     @property
     def noise(self) -> Noise:

@@ -28,7 +28,7 @@ from slimbayes.distributions.sums import sum_dtype
 from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import Pick, WeightPosterior
+from slimbayes.posteriors.base import WeightPosterior
 from slimbayes.posteriors.configs.gaussian import CorrelatedConfig, FullMatrixNormal, MultivariateNormal
 
 
@@ -82,7 +82,7 @@ class CorrelatedPosterior(WeightPosterior):
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return math.prod(self.site.shape), 0
 
-    def realise(self, noise: Noise, pick: Pick) -> Tensor:
+    def realise(self, noise: Noise) -> Tensor:
         """Deviations from the mean, (d, *shape)."""
         linear = self.linear_map()
         free = self._free(linear)

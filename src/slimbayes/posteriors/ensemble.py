@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from slimbayes.engine.passes import Noise
 from slimbayes.layers import kind_of
 from slimbayes.layers.methods import MARK, parts_of
-from slimbayes.posteriors.base import Pick, Posterior, Role
+from slimbayes.posteriors.base import Posterior, Role
 from slimbayes.posteriors.configs.whole_modules import Ensemble, Execution
 from slimbayes.posteriors.picks import resets
 
@@ -143,11 +143,11 @@ class Members(Posterior):
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return 0, 0
 
-    def realise(self, noise: Noise, pick: Pick) -> Tensor:
+    def realise(self, noise: Noise) -> Tensor:
         """The member of each block of rows, (n,)."""
-        return pick(torch.arange(self.members, device=self.device), len(noise.block))
+        return self.pick(torch.arange(self.members, device=self.device), len(noise.block))
 
-    def choices(self) -> Tensor | None:
+    def choices(self) -> Tensor:
         return self.values()
 
     def role(self, name: str) -> Role:

@@ -39,7 +39,7 @@ from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import Pick, WeightPosterior, recomputed
+from slimbayes.posteriors.base import WeightPosterior, recomputed
 from slimbayes.posteriors.configs.gaussian import GaussianConfig, MeanField
 
 _INDEPENDENT = "Set independent_positions=True to accept independent noise at each, or use 'flipout'"
@@ -48,8 +48,8 @@ _INDEPENDENT = "Set independent_positions=True to accept independent noise at ea
 class Perturbation(NamedTuple):
     """Deviations of a pass: scales (*shape) and noise (n, *shape), of biases (n, out); signs (R, in) and (R, out)."""
 
-    scale: Tensor | None
-    noise: Tensor | None
+    scale: Tensor
+    noise: Tensor
     bias: Tensor | None
     sign_in: Tensor | None
     sign_out: Tensor | None
@@ -57,14 +57,12 @@ class Perturbation(NamedTuple):
     @property
     def weight(self) -> Tensor:
         """Deviations of the weights, (n, *shape)."""
-        assert self.scale is not None and self.noise is not None
         if self.noise.shape[0] == 1:  # without a dimension over which backward would have to sum
             return (self.scale * self.noise.squeeze(0)).unsqueeze(0)
         return self.scale * self.noise
 
     def weights(self, linear: LinearMap) -> Tensor:
         """The drawn weights, (n, *shape)."""
-        assert self.scale is not None and self.noise is not None
         if linear.mask is not None or linear.weight.dtype != self.scale.dtype:
             return linear.weight + linear.masked(self.weight).to(linear.weight.dtype)
         if self.noise.shape[0] == 1:
@@ -143,22 +141,22 @@ class GaussianPosterior(WeightPosterior):
             signs = rademacher(torch.cat(rows, 1)).split([8 * row.shape[1] for row in rows], 1)
             current.values |= {p.key: p._perturbation(own, part) for (p, own), part in zip(same, signs, strict=True)}
 
-    def realise(self, noise: Noise, pick: Pick) -> Perturbation:
+    def realise(self, noise: Noise) -> Perturbation | None:
         return self._perturbation(noise, rademacher(noise.row) if self.per_row else None)
 
-    def _perturbation(self, noise: Noise, signs: Tensor | None) -> Perturbation:
-        if not noise.block.shape[1]:
-            return Perturbation(None, None, None, None, None)
-        size, bias, (a, b) = math.prod(self.site.shape), None, (self.site.n_in, self.site.n_in + self.site.n_out)
+    def _perturbation(self, noise: Noise, signs: Tensor | None) -> Perturbation | None:
+        if not noise.block.shape[1]:  # the local estimator draws no weights
+            return None
+        size, bias, a = math.prod(self.site.shape), None, self.site.n_in
         scale, normal = self.scale(), noise.block[:, :size].reshape(-1, *self.site.shape)
         if self.bias_log_scale is not None:
             bias = self._capped(self.bias_log_scale).exp() * noise.block[:, size:]
-        each = (None, None) if signs is None else (signs[:, :a], signs[:, a:b])
+        each = (None, None) if signs is None else (signs[:, :a], signs[:, a : a + self.site.n_out])
         return Perturbation(scale, normal, bias, *each)
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
-        drawn: Perturbation = self.values()
-        if drawn.noise is None:
+        drawn: Perturbation | None = self.values()
+        if drawn is None:
             return self._local(x, linear)
         if drawn.sign_in is None or drawn.sign_out is None:
             return super().forward(x, linear)
@@ -175,8 +173,7 @@ class GaussianPosterior(WeightPosterior):
 
     def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         drawn: Perturbation = self.values()
-        assert drawn.noise is not None
-        weights = Perturbation(drawn.scale, drawn.noise[draws], None, None, None).weights(linear)
+        weights = drawn._replace(noise=drawn.noise[draws]).weights(linear)
         if linear.bias is None:
             return weights, None
         if drawn.bias is None:

@@ -24,10 +24,10 @@ from slimbayes.distributions.families import widen
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import Pick, Role
+from slimbayes.posteriors.base import Role
 from slimbayes.posteriors.configs.rank1 import BatchEnsemble, JointNormal
 from slimbayes.posteriors.factors import Drawn
-from slimbayes.posteriors.joint_normal import Joint, JointWeights
+from slimbayes.posteriors.joint_normal import Joint, JointWeights, Pick
 from slimbayes.posteriors.rank1 import Rank1Posterior
 
 
@@ -182,9 +182,6 @@ class JointFactors(Joint, Rank1Posterior):
     def role(self, name: str) -> Role:
         return "scale" if name in ("log_scale", "lower", "directions") else "factor"
 
-    def choices(self) -> Tensor | None:
-        return None
-
     def means(self) -> Tensor:
         r, s = widen(self.r.loc).squeeze(1), widen(self.s.loc).squeeze(1)
         numbers = [r[:, : self.parts[0]], s[:, : self.parts[1]]]
@@ -203,7 +200,7 @@ class JointFactors(Joint, Rank1Posterior):
         r, s, _ = self.root().split(self.parts, 1)
         return float((r @ s.mT).abs().max())
 
-    def realise(self, noise: Noise, pick: Pick) -> Any:
+    def realise(self, noise: Noise) -> Any:
         if self.fitted and not torch.compiler.is_compiling():
             self.fitted, off = False, self.entangled()
             if off > MOST_ENTANGLED:
@@ -213,7 +210,7 @@ class JointFactors(Joint, Rank1Posterior):
                     f"laplace(..., prior=Normal(1.0, 0.2)) or over='r'.",
                     stacklevel=2,
                 )
-        return Joint.realise(self, noise, pick)
+        return Joint.realise(self, noise)
 
     def locs(self) -> float | Tensor:
         if not self.parts[2]:

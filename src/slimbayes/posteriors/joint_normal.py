@@ -23,10 +23,11 @@ from slimbayes.distributions.families import Normal, widen
 from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import Pick, WeightPosterior
+from slimbayes.posteriors.base import WeightPosterior
 from slimbayes.posteriors.configs.rank1 import JointNormal
 
 ROUNDING = 2e-3  # relative
+Pick = Callable[[Tensor, int], Tensor]  # `Posterior.pick`, or what lays one member out for all rows
 
 
 class Joint(WeightPosterior):
@@ -78,8 +79,8 @@ class Joint(WeightPosterior):
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return self.size, 0
 
-    def realise(self, noise: Noise, pick: Pick) -> Any:
-        return self.at(self._deviation(noise.block, pick), pick)
+    def realise(self, noise: Noise) -> Any:
+        return self.at(self._deviation(noise.block, self.pick), self.pick)
 
     def _deviation(self, lines: Tensor, pick: Pick) -> Tensor:
         """L e of each draw's member, for e (n, D)."""
@@ -194,9 +195,8 @@ class Joint(WeightPosterior):
         if self._free(self.linear_map()) is not None:
             return None
         lines = self.noise.block.double()
-        pick: Pick = lambda parameter, n: self.current.pick(self, parameter, n)  # noqa: E731
-        x = pick(self.means(), len(lines)).double() + self._deviation(self.noise.block, pick).double()
-        log_q = -0.5 * lines.square().sum(1) - pick(self.log_dets(), len(lines)).double()
+        x = self.pick(self.means(), len(lines)).double() + self._deviation(self.noise.block, self.pick).double()
+        log_q = -0.5 * lines.square().sum(1) - self.pick(self.log_dets(), len(lines)).double()
         log_p = self.prior.log_prob(x - self.locs() + self.prior.loc).sum(1)
         return log_p - log_q + 0.5 * math.log(2 * math.pi) * self.size
 

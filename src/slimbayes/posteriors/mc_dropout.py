@@ -24,7 +24,7 @@ from slimbayes.engine.rows import LinearMap, spread
 from slimbayes.layers import LAYERS, class_for
 from slimbayes.layers.dropout import BayesDropLayer, functional_dropout
 from slimbayes.layers.site import Site, Unit
-from slimbayes.posteriors.base import Pick, Posterior
+from slimbayes.posteriors.base import Posterior
 from slimbayes.posteriors.configs.whole_modules import MCDropout
 
 _SELU_LIMIT = -1.7580993408473766  # minus the product of SELU's two constants
@@ -66,7 +66,7 @@ class DropoutPosterior(Posterior):
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return 0, 0
 
-    def realise(self, noise: Noise, pick: Pick) -> list[Tensor]:
+    def realise(self, noise: Noise) -> list[Tensor]:
         """Masks of a held pass, in the order in which a forward asks for them."""
         return []
 

@@ -35,7 +35,7 @@ from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
 from slimbayes.posteriors import picks
-from slimbayes.posteriors.base import Pick, Role, Support, WeightPosterior
+from slimbayes.posteriors.base import Role, Support, WeightPosterior
 from slimbayes.posteriors.configs.mixture import Mixture
 from slimbayes.posteriors.picks import Assigned, bias_shape, resets, select, start_components
 
@@ -60,7 +60,10 @@ class MixturePosterior(WeightPosterior):
         self.rho = config.tau if config.rho is None else config.rho
         self.regularises_mean = config.tau is not None
         self.regularises_bias = site.bias and self.rho is not None
-        self.picks = self._count_picks()  # how many independent values of Z one draw has
+        elements = math.prod(site.shape) + (site.n_out if self.bias is not None else 0)
+        counts = {"model": 0, "layer": 1, "element": elements, "input": site.n_in}
+        # How many independent values of Z one draw has.
+        self.picks = 0 if self.components == 1 else counts[config.assignment]
         plain = self.picks > 0 and not (config.learn_probs or config.sigma or config.zero)
         # Whether picks are drawn for many layers at once.
         self.joins = plain and (
@@ -102,11 +105,6 @@ class MixturePosterior(WeightPosterior):
     def role(self, name: str) -> Role:
         return "logit" if name == "logits" else "component"
 
-    def _count_picks(self) -> int:
-        elements = math.prod(self.site.shape) + (self.site.n_out if self.bias is not None else 0)
-        counts = {"model": 0, "layer": 1, "element": elements, "input": self.site.n_in}
-        return 0 if self.components == 1 else counts[self.config.assignment]
-
     @property
     def log_size(self) -> float:  # type: ignore[override]
         return math.inf if self.config.sigma else self.picks * math.log(self.components)
@@ -138,11 +136,11 @@ class MixturePosterior(WeightPosterior):
         picks.realise_alike(posteriors, current)
         super().realise_together([p for p in posteriors if not p.joins], current)
 
-    def realise(self, noise: Noise, pick: Pick) -> Assigned:
+    def realise(self, noise: Noise) -> Assigned:
         count = self.picks * (1 if self.logits is None else self.components)
         drawn, eps = self.lines[:, :count], self.lines[:, count:] if self.config.sigma else None
         if self.config.assignment == "model" or self.components == 1:
-            z = pick(torch.arange(self.members, device=self.device), drawn.shape[0])
+            z = self.pick(torch.arange(self.members, device=self.device), drawn.shape[0])
             return Assigned(z, z, eps)
         z = picks.by_edges(drawn, self.probs) if self.logits is None else picks.straight_through(drawn, self.logits)
         if self.config.assignment != "element":
@@ -157,9 +155,9 @@ class MixturePosterior(WeightPosterior):
         shared = self.config.assignment in ("layer", "model") and self.config.draws == "forward"
         return (shared or self.components == 1) and not self.config.sigma
 
-    def choices(self) -> Tensor | None:
-        z = self.values().weight if self.countable else None
-        return z.argmax(1) if z is not None and z.is_floating_point() else z
+    def choices(self) -> Tensor:
+        z: Tensor = self.values().weight
+        return z.argmax(1) if z.is_floating_point() else z
 
     def others(self) -> tuple[Any, Any]:
         """The further components of the weight and of the bias, as they stand in the module; each may be None."""

@@ -36,7 +36,7 @@ from slimbayes.engine.rows import LinearMap
 from slimbayes.layers import class_for, kind_of
 from slimbayes.layers.base import sites_of
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import Pick, Role, WeightPosterior
+from slimbayes.posteriors.base import Role, WeightPosterior
 from slimbayes.posteriors.configs.mixture import FlowPatch, words
 
 
@@ -145,7 +145,7 @@ class FlowPosterior(WeightPosterior):
             d = d + bent.unsqueeze(1) * u
         return d, log_det
 
-    def realise(self, noise: Noise, pick: Pick) -> Tensor:
+    def realise(self, noise: Noise) -> Tensor:
         return self.deviations(noise.block)[0]
 
     def _mean(self) -> Tensor:

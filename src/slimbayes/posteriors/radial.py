@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from slimbayes.distributions.families import Normal, widen
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import Pick, WeightPosterior
+from slimbayes.posteriors.base import WeightPosterior
 from slimbayes.posteriors.configs.gaussian import Radial
 
 
@@ -41,7 +41,7 @@ class RadialPosterior(WeightPosterior):
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return math.prod(self.site.shape) + 1, 0
 
-    def realise(self, noise: Noise, pick: Pick) -> Tensor:
+    def realise(self, noise: Noise) -> Tensor:
         """Deviations from the mean, (n, *shape)."""
         direction = noise.block[:, :-1].reshape(-1, *self.site.shape)
         direction = self.linear_map().masked(direction)  # padding and pruned weights do not move

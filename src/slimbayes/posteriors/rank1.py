@@ -33,7 +33,7 @@ from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.kernels import LARGE
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import Pick, Role, WeightPosterior
+from slimbayes.posteriors.base import Role, WeightPosterior
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.posteriors.factors import Alike, Drawn, Factor, factor_of, group_by, joint
 
@@ -95,10 +95,8 @@ class Rank1Posterior(WeightPosterior):
     def countable(self) -> bool:  # type: ignore[override]
         return self.r.family is Point and self.s.family is Point
 
-    def choices(self) -> Tensor | None:
-        if not self.countable:
-            return None
-        return self.current.pick(self, torch.arange(self.members, device=self.device), self.drawn)
+    def choices(self) -> Tensor:
+        return self.pick(torch.arange(self.members, device=self.device), self.drawn)
 
     @property
     def log_size(self) -> float:  # type: ignore[override]
@@ -115,7 +113,7 @@ class Rank1Posterior(WeightPosterior):
     def has_weights(self) -> bool:  # type: ignore[override]
         return not self.per_row or self.drawn == 1
 
-    def realise(self, noise: Noise, pick: Pick) -> Drawn:
+    def realise(self, noise: Noise) -> Drawn:
         current = self.current
         Alike([self]).draw(current)
         return current.values[self.key]
@@ -169,7 +167,7 @@ class Rank1Posterior(WeightPosterior):
         total = lines.new_zeros(len(lines))
         for factor, noise in zip((self.r, self.s), lines.split([self.r.width, self.s.width], 1), strict=True):
             if factor.width and factor.prior is not None:
-                q = joint([factor], lambda parameter: self.current.pick(self, parameter.double(), len(lines)))
+                q = joint([factor], lambda parameter: self.pick(parameter.double(), len(lines)))
                 x = q.rsample(noise)
                 total = total + (factor.prior.log_prob(x) - q.log_prob(x)).sum(1)
         return total
@@ -200,7 +198,7 @@ class Rank1Posterior(WeightPosterior):
         """Bias offsets (n, out) of members, without a layer's own bias."""
         if drawn.own is None or drawn.bias is None or self.bias is None:
             return drawn.bias
-        return self.current.pick(self, nn.functional.pad(self.bias, (0, 0, 1, 0)), drawn.bias.shape[0])
+        return self.pick(nn.functional.pad(self.bias, (0, 0, 1, 0)), drawn.bias.shape[0])
 
     def _biases(self, drawn: Drawn, own: Tensor | None, index: int | None = None) -> Tensor | None:
         """Biases (n, out) or (1, out) of a layer with this bias of its own, or that of one draw (out,)."""

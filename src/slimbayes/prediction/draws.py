@@ -8,7 +8,7 @@ Sizes: S draws, M networks, K members, N rows, W values of a pick.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ class Draws:
     def _distinct(self, args: Any, kwargs: Any, start: int, draws: int, at_once: int) -> Iterator[Any]:
         """Outputs of draws that pick from finitely many networks: each network that was picked runs once."""
         held, device = self._numbered(start, draws), self.posteriors[0].device
-        picked = torch.stack([choice.to(device) for choice in passes.run(held, choices_of, self.posteriors)])
+        picked = torch.stack(passes.run(held, lambda: [p.choices().to(device) for p in self.posteriors]))
         unique, which = torch.unique(picked, dim=1, return_inverse=True)
         first_of = torch.empty(unique.shape[1], dtype=torch.long, device=device)
         first_of.scatter_(0, which, torch.arange(draws, device=device))
@@ -128,13 +128,6 @@ def member_weights(model: nn.Module) -> Tensor | None:
     if not found or bool((found[0] == found[0][0]).all()):
         return None
     return found[0].repeat(members(model) // len(found[0])) * len(found[0]) / members(model)
-
-
-def choices_of(posteriors: Sequence[Any]) -> list[Tensor]:
-    """Which function each draw of this pass picked at each posterior: L tensors (S,)."""
-    found = [p.choices() for p in posteriors]
-    assert all(c is not None for c in found)
-    return found  # type: ignore[return-value]
 
 
 MOST_NETWORKS = 4096

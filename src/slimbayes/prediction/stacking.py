@@ -21,7 +21,6 @@ from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.mixture import MixturePosterior
-from slimbayes.prediction.draws import choices_of
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.sample import frozen
 from slimbayes.train.likelihoods import LikelihoodName
@@ -79,7 +78,7 @@ def stack(
         for posterior in posteriors:
             posterior.set_probabilities(torch.full((posterior.components,), 1 / posterior.components))
         with frozen(model, draws, seed):
-            held, choices = scores(), torch.stack(choices_of(posteriors), 1)
+            held, choices = scores(), torch.stack([p.choices() for p in posteriors], 1)
         found = factored_weights(held, choices, [p.components for p in posteriors], prior)
     finally:
         for posterior, probs in zip(posteriors, found, strict=True):
