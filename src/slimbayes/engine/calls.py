@@ -22,8 +22,8 @@ from slimbayes.engine.locate import batch_dim_of as batch_dim_of
 from slimbayes.engine.locate import call_outside, check_size, latest_of, warn_of_loop, warn_of_unused
 from slimbayes.engine.locate import layout_of as layout_of
 from slimbayes.engine.modules import plan_once
+from slimbayes.engine.objects import check_caches, copy_containers, stack_draws
 from slimbayes.engine.passes import Pass, Unproven
-from slimbayes.engine.tree import check_caches, copy_containers, stack_draws
 from slimbayes.engine.trial import forgetting_drawn_weights
 from slimbayes.errors import SlimbayesWarning
 

@@ -19,9 +19,9 @@ from torch.nn.utils.rnn import PackedSequence
 from slimbayes.engine import passes, proof
 from slimbayes.engine.layout import Layout, arrays_of, leaves_of, tree_map
 from slimbayes.engine.modules import Posteriors, tree_of
+from slimbayes.engine.objects import calls_layers, without_cache
 from slimbayes.engine.probe import Mixed, Visit
 from slimbayes.engine.quiet import inside_func, is_captured
-from slimbayes.engine.tree import calls_layers, without_cache
 from slimbayes.engine.trial import first_line, run_probe, undisturbed
 
 _PROVING = threading.RLock()

@@ -14,10 +14,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes
 from slimbayes.engine.layout import Dims, arrays_of, leaves_of, map_arrays, padded
+from slimbayes.engine.objects import attributes_of
 from slimbayes.engine.quiet import Quiet
 from slimbayes.engine.sharing import plain_modules
 from slimbayes.engine.state import Change
-from slimbayes.engine.tree import attributes_of
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]  # of rows
 Prints = tuple[Tensor, Tensor] | None

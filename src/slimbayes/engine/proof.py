@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import noise, passes, trial
 from slimbayes.engine.layout import Dims, Layout, arrays_of, leaves_of, map_arrays, padded, tree_map
+from slimbayes.engine.objects import copy_containers, open_objects, stack_draws, without_cache
 from slimbayes.engine.probe import (
     Mask,
     Mixed,
@@ -41,7 +42,6 @@ from slimbayes.engine.probe import (
 )
 from slimbayes.engine.quiet import Quiet, inside_func, is_captured
 from slimbayes.engine.state import Trials
-from slimbayes.engine.tree import copy_containers, open_objects, stack_draws, without_cache
 
 
 def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: int | None) -> Layout:

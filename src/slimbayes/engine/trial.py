@@ -19,10 +19,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes
 from slimbayes.engine.layout import Dims, Layout, arrays_of, leaves_of, map_arrays, padded, tree_map
+from slimbayes.engine.objects import UNORDERED, attributes_of, copy_containers, open_objects, without_cache
 from slimbayes.engine.probe import Mask, Mixed, Probe, other_numbers
 from slimbayes.engine.quiet import Quiet, inside_func
 from slimbayes.engine.state import State, Trials, same_changes
-from slimbayes.engine.tree import UNORDERED, attributes_of, copy_containers, open_objects, without_cache
 from slimbayes.errors import SlimbayesWarning
 
 _UNDER_WAY: ContextVar[bool] = ContextVar("slimbayes_trial", default=False)

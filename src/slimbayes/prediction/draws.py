@@ -18,8 +18,8 @@ from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.calls import Fold, stack_draws
 from slimbayes.engine.layout import arrays_of, padded, tree_map
 from slimbayes.engine.noise import Seed
+from slimbayes.engine.objects import copy_containers
 from slimbayes.engine.passes import Noise, Pass
-from slimbayes.engine.tree import copy_containers
 from slimbayes.engine.trial import takes_derivatives
 from slimbayes.posteriors.base import Support
 from slimbayes.posteriors.ensemble import EnsemblePosterior

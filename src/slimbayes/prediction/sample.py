@@ -18,8 +18,8 @@ from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.calls import Fold
 from slimbayes.engine.layout import arrays_of, is_opaque
 from slimbayes.engine.noise import Seed
+from slimbayes.engine.objects import copy_containers
 from slimbayes.engine.passes import Noise, Pass
-from slimbayes.engine.tree import copy_containers
 from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.prediction.checks import MISFITS, check_draws, explain
 
