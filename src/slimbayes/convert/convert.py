@@ -95,7 +95,6 @@ def bayesianize(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     own = [d for d in decisions if d.config is not None and d.tied is None]
     built = [(d, layers[d.name], *_posteriors(d, layers[d.name], device)) for d in own]
-    built = [entry for entry in built if entry[0].config is not None]
     _share(decisions, layers, built)
     built = [entry for entry in built if entry[0].config is not None]
     if strict:

@@ -61,21 +61,24 @@ def plan(
     for pattern, one in config.items() if isinstance(config, Mapping) else ():  # the first that matches a layer counts
         configs = dict.fromkeys(selected("config", pattern, layers), one) | configs
     named = include is not None or isinstance(config, Mapping)
-    chosen = {}
-    for name, layer in layers.items():
-        inside = name in configs and (include is None or name in included)
-        chosen[name] = _choose(model, name, layer, configs.get(name) if inside else None, name in excluded, named)
+    decisions = [Decision(name, type(layer).__name__, configs.get(name)) for name, layer in layers.items()]
+    for d in decisions:
+        if d.config is None or (include is not None and d.name not in included):
+            d.stay("not included")
+        elif d.name in excluded:
+            d.stay("excluded")
+        elif not d.config.converts:
+            d.stay(f"{type(d.config).__name__} converts nothing")
+        elif not named and (reason := _why_left_alone(model, d, layers[d.name])):
+            d.stay(reason)
     targets = {  # for each config the names it picks out of the layers offered to it, None for all
-        c: c.targets(model, {n: layers[n] for n, (own, _) in chosen.items() if own == c}, named)
-        for c in dict.fromkeys(own for own, _ in chosen.values() if own is not None)
+        c: c.targets(model, {d.name: layers[d.name] for d in decisions if d.config == c}, named)
+        for c in dict.fromkeys(d.config for d in decisions if d.config is not None)
     }
-    decisions = []
-    for name, layer in layers.items():
-        decision = _decide(Decision(name, type(layer).__name__, *chosen[name]), layer, targets)
-        # Layers without parameters (dropout, norms without scale) are listed only where they become part of a
-        # posterior.
-        if decision.config is not None or decision.problem or next(layer.parameters(), None) is not None:
-            decisions.append(decision)
+    for d in decisions:
+        _decide(d, layers[d.name], targets)
+    # Layers without parameters (dropout, norms without scale) are listed only where they become part of a posterior.
+    decisions = [d for d in decisions if d.config or d.problem or next(layers[d.name].parameters(), None) is not None]
     _tie(decisions, layers, named)
     if strict:
         refuse(decisions)
@@ -144,26 +147,13 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _choose(
-    model: nn.Module, name: str, layer: nn.Module, chosen: Config | None, excluded: bool, named: bool
-) -> tuple[Config | None, str]:
-    """The config that is offered a layer, or why none is."""
-    if chosen is None:
-        return None, "not included"
-    if excluded:
-        return None, "excluded"
-    if not chosen.converts:
-        return None, f"{type(chosen).__name__} converts nothing"
-    kind = type(layer).__name__
-    if not named:
-        reason = chosen.leaves_alone(layer) or ("" if chosen.whole else _not_worth_it(model, name, kind))
-        if reason:
-            return None, reason
-    return chosen, ""
-
-
-def _not_worth_it(model: nn.Module, name: str, kind: str) -> str:
-    """Why a layer is left alone unless it is included by name: tables of positions and routers."""
+def _why_left_alone(model: nn.Module, decision: Decision, layer: nn.Module) -> str:
+    """Why a layer is left alone unless it is included by name: by its method; or as a table of positions, a router."""
+    assert decision.config is not None
+    reason = decision.config.leaves_alone(layer)
+    if reason or decision.config.whole:
+        return reason
+    name, kind = decision.name, decision.kind
     last = name.rsplit(".", 1)[-1]
     around = [part for part in name.split(".")[:-1] if not part.isdigit()][-1:]
     router = "router" in last.lower() or "router" in kind.lower()
@@ -187,10 +177,6 @@ def _decide(decision: Decision, layer: nn.Module, targets: Mapping[Config, set[s
         return decision.stay(config.leaves_alone(layer) or f"not among the layers that {config.describe()} is for")
     if isinstance(layer, Converted):
         return decision.stay("it is converted already; call debayesianize first, or exclude it", problem=True)
-    return _decide_type(decision, layer, config)
-
-
-def _decide_type(decision: Decision, layer: nn.Module, config: Config) -> Decision:
     if isinstance(layer, FIXED_CODE):
         what = "TorchScript" if isinstance(layer, torch.jit.ScriptModule) else "a module of torch.fx"
         return decision.stay(f"it is {what}, which cannot be changed; convert the module it was made of", True)
