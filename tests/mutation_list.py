@@ -170,7 +170,12 @@ MUTATIONS = [
     # The proof of rows.
     Mutation("proof-some-rows", "self._change(some, double, out2)", "pass", "test_engine.py -k within_a_batch"),
     Mutation("proof-first-half", "self._change(~second, double, out2)", "pass", "test_engine.py -k wrong_folding"),
-    Mutation("larger-inputs", "            if why:\n", "            if False:\n", "test_engine.py -k cut_only"),
+    Mutation(
+        "larger-inputs",
+        "        if why:\n            layout.folds",
+        "        if False:\n            layout.folds",
+        "test_engine.py -k cut_only",
+    ),
     Mutation(
         "more-rows",
         "(rows <= self.most[0] and numbers <= self.most[1])",

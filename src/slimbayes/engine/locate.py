@@ -181,28 +181,24 @@ def check_size(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout:
     Layers must be called alike for all rows and for a part of them. Two runs of the plain model are paid for each new
     maximum.
     """
-    if not layout.covers(inputs, draws) and not _cannot_look(inputs):
-        with _PROVING:
-            inputs = tree_map(without_cache, inputs)
-            why = _difference_in_calls(unwrapped(model), inputs, posteriors, layout, draws)
-            if why:
-                layout.folds, layout.apart, layout.why = False, False, why
-
-
-def _difference_in_calls(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout, draws: int) -> str:
-    """What stands against a layout for inputs of this size."""
-    layout.most = tuple(map(max, layout.most, layout.size(inputs, draws)))
-    count, many = layout.rows(inputs), layout.tile(inputs, draws)
-    # Never a single row, which batch norm refuses.
-    few = layout.narrow(inputs, 0, count // 2) if draws == 1 else layout.tile(inputs, 1 if count > 1 else 2)
-    rows = layout.rows(few), layout.rows(many)
-    try:
-        with undisturbed(model, inputs, posteriors) as trials:
-            met = [run_probe(trials, part, n)[0].visits for part, n in zip((few, many), rows, strict=True)]
-    except Exception as error:
-        return f"{type(error).__name__} for {rows[1]} rows: {first_line(error)}"
-    odd = next(((b or a).name for a, b in zip_longest(*met) if not _met_all_rows(a, b, *rows)), None)
-    return f"{odd} is called in another way for {rows[1]} rows than for {rows[0]}" if odd else ""
+    if layout.covers(inputs, draws) or _cannot_look(inputs):
+        return
+    with _PROVING:
+        inputs, model = tree_map(without_cache, inputs), unwrapped(model)
+        layout.most = tuple(map(max, layout.most, layout.size(inputs, draws)))
+        count, many = layout.rows(inputs), layout.tile(inputs, draws)
+        # Never a single row, which batch norm refuses.
+        few = layout.narrow(inputs, 0, count // 2) if draws == 1 else layout.tile(inputs, 1 if count > 1 else 2)
+        rows = layout.rows(few), layout.rows(many)
+        try:
+            with undisturbed(model, inputs, posteriors) as trials:
+                met = [run_probe(trials, part, n)[0].visits for part, n in zip((few, many), rows, strict=True)]
+            odd = next(((b or a).name for a, b in zip_longest(*met) if not _met_all_rows(a, b, *rows)), None)
+            why = f"{odd} is called in another way for {rows[1]} rows than for {rows[0]}" if odd else ""
+        except Exception as error:
+            why = f"{type(error).__name__} for {rows[1]} rows: {first_line(error)}"
+        if why:
+            layout.folds, layout.apart, layout.why = False, False, why
 
 
 def _cannot_look(inputs: Any) -> bool:

@@ -111,7 +111,7 @@ class Proof:
         layout = self.layout
         if self.alone is not None:
             alone, twice = self._probe(self.alone)[1], self._probe(self.inputs)[1]
-            self._outputs(arrays_of(alone), arrays_of(twice), [], [])
+            self._outputs(alone, twice)
         layout.most = layout.size(self.inputs, 2)
         single, out1 = self._probe(self.inputs)
         layout.keeps, layout.objects = bool(single.changes), single.objects
@@ -119,7 +119,7 @@ class Proof:
             layout.why, layout.mixed = f"it keeps {lasts!r} from one call for the next, which draws cannot share", True
             return layout
         double, out2 = self._probe(layout.tile(self.inputs, 2), single)
-        layout.outputs = self._outputs(arrays_of(out1), arrays_of(out2), leaves_of(out1), leaves_of(out2))
+        layout.outputs = self._outputs(out1, out2)
         layout.made = self.rows, [tuple(padded(a).shape) for a in arrays_of(out1)]
         layout.ahead, layout.random = double.ahead, single.quiet.random
         second, some = np.arange(2 * self.rows) >= self.rows, some_rows(2 * self.rows)
@@ -140,7 +140,7 @@ class Proof:
         """Whether rows run by themselves: for every row twice layers are called more often, and outputs double."""
         try:
             (few, out1), (many, out2) = map(self._probe, (self.inputs, self.layout.tile(self.inputs, 2)))
-            return len(many.visits) > len(few.visits) and 0 in self._outputs(arrays_of(out1), arrays_of(out2), [], [])
+            return len(many.visits) > len(few.visits) and 0 in self._outputs(out1, out2)
         except Exception:
             return False
 
@@ -150,7 +150,7 @@ class Proof:
             tainted, changed = self._probe(self._altered(mask), plain, mask)
         except (IndexError, RuntimeError, ValueError):  # a column's categories may be none of another's
             tainted, changed = self._probe(self._altered(mask, steps=False), plain, mask)
-        self._feels(mask, plain, tainted, arrays_of(out), arrays_of(changed), self.layout.outputs)
+        self._feels(mask, plain, tainted, arrays_of(out), arrays_of(changed))
         if plain.quiet.reads != tainted.quiet.reads:  # they may depend on the inputs, but not on the draws of some rows
             again, _ = self._probe(self.layout.tile(self.inputs, 2), plain, mask)
             if plain.quiet.reads != again.quiet.reads:
@@ -191,10 +191,12 @@ class Proof:
         rows = self.rows * (1 if before is None else 2)
         return trial.run_probe(self.trials, inputs, rows, before, mask)
 
-    def _outputs(self, first: list[Any], second: list[Any], flat1: list[Any], flat2: list[Any]) -> Dims:
-        if len(first) != len(second) or len(flat1) != len(flat2):
+    def _outputs(self, one: Any, other: Any) -> Dims:
+        """Where rows lie in outputs, of which the others have twice as many."""
+        first, second = arrays_of(one), arrays_of(other)
+        if len(first) != len(second) or len(leaves_of(one)) != len(leaves_of(other)):
             raise Mixed("the number of outputs depends on the number of rows")
-        for a, b in zip(flat1, flat2, strict=True):
+        for a, b in zip(leaves_of(one), leaves_of(other), strict=True):
             if isinstance(a, float) and a != b:
                 raise Mixed("a number that the model returns depends on the number of rows")
         dims = []
@@ -225,16 +227,15 @@ class Proof:
 
         return map_arrays(alter, self.layout.tile(self.inputs, 2))
 
-    def _feels(
-        self, mask: Mask, plain: Probe, tainted: Probe, out: list[Any], out_tainted: list[Any], dims: Dims
-    ) -> None:
+    def _feels(self, mask: Mask, plain: Probe, tainted: Probe, out: list[Any], changed: list[Any]) -> None:
         """Refuse if anything outside the changed rows differs. A layer whose input nothing reaches (token types that
         are all zero) shows where its rows lie by its own output, which is tainted."""
         for a, b in zip(plain.visits, tainted.visits, strict=True):
             for i, (p, q) in enumerate(zip(a.prints, b.prints, strict=True)):
                 if a.shapes[i] == b.shapes[i] and p is not None and q is not None:
                     self._check(mask, p, q, b.dims[i], f"{a.name}: rows of its input mix with those of other draws")
-        for i, (x, y, dim) in enumerate(zip(map(padded, out), map(padded, out_tainted), dims, strict=True)):
+        pairs = zip(map(padded, out), map(padded, changed), self.layout.outputs, strict=True)
+        for i, (x, y, dim) in enumerate(pairs):
             if x.shape != y.shape:
                 raise Mixed(f"output {i} changes its shape when a single row is repeated for each draw")
             said = f"output {i}{'' if dim is not None else ', which has no rows,'} mixes rows of different draws"
