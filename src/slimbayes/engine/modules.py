@@ -155,12 +155,14 @@ def tree_of(root: nn.Module) -> Tree:
     if found is not None and found.stands(root):
         return found
     with _READING:  # threads that meet a model together share what they find out
-        former = root.__dict__.pop("_slimbayes_tree", None)
+        former = root.__dict__.get("_slimbayes_tree")
         found = former if former is not None and former.stands(root) else Tree(root)
-        if former is not None and former.number == found.number:
+        if former is not None and former.number == found.number:  # posteriors changed, not modules
             found.layouts, found.latest = former.layouts, former.latest
         if found.posteriors:
             root.__dict__["_slimbayes_tree"] = found
+        else:
+            root.__dict__.pop("_slimbayes_tree", None)
     return found
 
 

@@ -92,7 +92,7 @@ def run_probe(
     """Run the plain model once, with everything random in it made constant: what was met, and the outputs. Refuses
     weights that are used past their layer, and other calls than before.
     """
-    probe, out = note_uses(trials, inputs, rows, before, taint)
+    probe, out = run_unchecked(trials, inputs, rows, before, taint)
     if probe.quiet.used:
         raise Mixed(f"the weight of {next(iter(probe.quiet.used))} is used past the layer's own forward")
     if before is not None and len(before.visits) != len(probe.visits):
@@ -100,8 +100,8 @@ def run_probe(
     return probe, out
 
 
-def note_uses(trials: Trials, inputs: Any, rows: int = 1, *compared: Any) -> tuple[Probe, Any]:
-    """The same, which refuses nothing by itself."""
+def run_unchecked(trials: Trials, inputs: Any, rows: int = 1, *compared: Any) -> tuple[Probe, Any]:
+    """The same, which refuses neither."""
     quiet = Quiet(not trials.model.training, trials)
     probe = Probe([p.key for p in trials.posteriors], quiet, *compared)
     probe.rows = rows
@@ -118,7 +118,7 @@ def note_uses(trials: Trials, inputs: Any, rows: int = 1, *compared: Any) -> tup
     finally:
         trials.restore()
     torch.set_grad_enabled(True)  # until the trials are over, which began without
-    return note_uses(trials, inputs, rows, *compared)
+    return run_unchecked(trials, inputs, rows, *compared)
 
 
 def _count_uses(probe: Probe) -> Counter[str]:
@@ -168,10 +168,10 @@ def _marked(model: nn.Module, posteriors: Sequence[Any], inputs: Any, state: Sta
     state.restore()
     try:
         with undisturbed(model, inputs, posteriors) as trials:
-            first, found = note_uses(trials, inputs)[0], []
+            first, found = run_unchecked(trials, inputs)[0], []
             for changes in (first.changes, *({place: change} for place, change in first.changes.items())):
                 trials.write(changes)
-                spared = _count_uses(first) - _count_uses(note_uses(trials, inputs)[0])
+                spared = _count_uses(first) - _count_uses(run_unchecked(trials, inputs)[0])
                 if not spared and changes is first.changes:
                     break
                 found += [*changes] if spared and len(changes) == 1 else []
