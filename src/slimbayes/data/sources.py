@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
-from slimbayes.data import cifar, images, imdb, mimic, physionet, uci
+import slimbayes.data.cifar as cifar
+import slimbayes.data.images as images
+import slimbayes.data.imdb as imdb
+import slimbayes.data.mimic as mimic
+import slimbayes.data.physionet as physionet
+import slimbayes.data.uci as uci
 from slimbayes.data.dataset import Found
 
 _Reader = Callable[[Path], Found | None]

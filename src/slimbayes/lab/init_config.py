@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from slimbayes.data.cells import days_of
-from slimbayes.data.folders import ImageFolder, decode
 from slimbayes.data.table_files import TABLES, Column, TableFile, look
 from slimbayes.distributions.families import dropout_scale
 from slimbayes.errors import did_you_mean
 from slimbayes.lab.config_files import ConfigError, validate
-from slimbayes.lab.own_data import FEW, feature_kind, target_is_class
+from slimbayes.lab.own_config import FEW, feature_kind, target_is_class
 from slimbayes.lab.trees import parse
 from slimbayes.untrusted import check_regular
 
@@ -198,6 +197,8 @@ def _arrays(path: Path) -> Plan:
 
 
 def _pictures(path: Path) -> Plan:
+    from slimbayes.data.folders import ImageFolder, decode  # they need torch, which tables and arrays do without
+
     folder = ImageFolder(path / "train" if (path / "train").is_dir() else path)
     if not len(folder):
         raise ConfigError(f"{path} must hold a folder of pictures for each class.")

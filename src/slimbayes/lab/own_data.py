@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +18,15 @@ from slimbayes.data import Dataset, Split
 from slimbayes.data.catalog import root_folder
 from slimbayes.data.cells import Kind, number_in
 from slimbayes.data.folders import ImageFolder, read_square
-from slimbayes.data.table_files import MOST_VALUES, Column, TableFile, frames, look
+from slimbayes.data.table_files import frames, look
 from slimbayes.errors import brief, did_you_mean
 from slimbayes.lab import config
 from slimbayes.lab.execution import generator
+from slimbayes.lab.own_config import feature_kind, target_is_class
 from slimbayes.lab.own_task import OwnColumns, OwnTable, say_as_config, with_dates
 from slimbayes.sklearn.columns import Preparation, Table
 from slimbayes.untrusted import check_regular
 
-FEW = 20  # whole numbers that may be classes, or may be counts
 _BYTES = 4 << 30  # of pictures in memory
 
 
@@ -105,80 +105,6 @@ def _table(path: Path, chosen: config.Data) -> OwnTable:
     columns = tuple(table.names[j] for j in [*table.numbers, *table.categories])
     own = OwnColumns(Preparation(table, "none", None), passed, kinds, found.header, found.decimal)
     return OwnTable(chosen.name, splits, classes, (), columns, own)
-
-
-def feature_kind(found: TableFile, column: Column, categories: Sequence[str] = (), dates: bool = False) -> Kind:
-    """Whether a column is numbers, categories or, where they are taken, dates; what is neither is refused."""
-    place = f"{found.file}, column {brief(column.name)}"
-    if column.name in categories:
-        return "word"
-    if column.kind == "date" and not dates:
-        raise ValueError(
-            f"{place} holds dates ({brief(column.odd[1])}): say data.dates: encode, turn them into numbers, such as "
-            f"days since a date, or leave it out with data.drop."
-        )
-    _refuse_signs(column, place, "name it in data.categories")
-    if column.kind == "word" and column.numbers >= column.others:
-        line, cell = column.odd
-        raise ValueError(
-            f"{place} holds numbers, but not in line {line}: {brief(cell)}. Mend it, or name the column in "
-            f"data.categories if it holds categories."
-        )
-    if column.kind == "word" and (many := _hardly_repeats(column)):
-        raise ValueError(
-            f"{place} holds {many}, too many for categories: leave it out with data.drop, or name it in "
-            f"data.categories if it is meant."
-        )
-    return column.kind
-
-
-def _hardly_repeats(column: Column) -> str:
-    """How many texts there are, if too many for categories; nothing if they repeat."""
-    rows, count = column.numbers + column.others + column.missing, len(column.values)
-    many = f"more than {MOST_VALUES:,}" if count > MOST_VALUES else str(count)
-    return f"{many} different texts in {rows:,} rows" if count > max(FEW, min(MOST_VALUES, rows / 2)) else ""
-
-
-def _refuse_signs(column: Column, place: str, unless: str) -> None:
-    """Numbers with another decimal mark, or with signs, are no categories, unless it is said that they are."""
-    if column.other_mark:
-        raise ValueError(
-            f"{place} holds {brief(column.odd[1])}, a number but for its decimal mark: set data.decimal to comma or "
-            f"point, as the file has it, or take out what parts thousands."
-        )
-    if column.dressed:
-        raise ValueError(
-            f"{place} holds {brief(column.odd[1])}, a number but for signs of money, per cent or thousands: take the "
-            f"signs out, or {unless} if these are names of things."
-        )
-
-
-def target_is_class(column: Column, path: Path, task: str | None) -> bool:
-    """Whether a target is a class: as `task` says, or as its values show."""
-    place = f"{path}, column {brief(column.name)}, the target,"
-    if column.missing:
-        do = "drop these rows" if column.values else "choose another one (a comma at the end of each line makes one)"
-        raise ValueError(f"{place} is missing in {column.missing if column.values else 'all'} rows: {do}.")
-    if len(column.values) == 1:
-        raise ValueError(f"{place} is {brief(next(iter(column.values)))} in all rows: nothing is to be learnt.")
-    if task != "classes":
-        _refuse_signs(column, place, "say data.task: classes")
-    if task == "regression" and column.kind != "number":
-        line, cell = column.odd
-        raise ValueError(f"{place} must hold numbers for data.task: regression, got {brief(cell)} in line {line}.")
-    if task is not None:
-        return task == "classes"
-    if column.kind == "date" or (column.kind == "word" and _hardly_repeats(column)):
-        held = "dates" if column.kind == "date" else f"{_hardly_repeats(column)}, too many for classes"
-        raise ValueError(f"{place} holds {held}. Choose another column, or say data.task: classes if it is meant.")
-    if column.kind == "word" or len(column.values) == 2:
-        return True
-    if column.whole and len(column.values) <= FEW:
-        raise ValueError(
-            f"{place} holds {len(column.values)} different whole numbers, which may be classes or counts: say "
-            f"data.task: classes, or data.task: regression."
-        )
-    return False
 
 
 def _targets(values: np.ndarray, discrete: bool) -> tuple[Tensor, tuple[str, ...]]:
