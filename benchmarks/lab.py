@@ -25,12 +25,12 @@ import torch
 from timing import kernels
 
 from slimbayes.data import Dataset, Split, pad_crop_flip
-from slimbayes.lab.config_files import load, read_tree, validate
+from slimbayes.lab.configs.files import load, read_tree, validate
+from slimbayes.lab.configs.trees import row_names
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.fit import fit
-from slimbayes.lab.run_folder import environment
-from slimbayes.lab.trees import row_names
-from slimbayes.lab.watchers import Bars
+from slimbayes.lab.runs.fit import fit
+from slimbayes.lab.runs.folder import environment
+from slimbayes.lab.runs.watchers import Bars
 
 RANK1 = {
     "kind": "Rank1",

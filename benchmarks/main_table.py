@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from cells import between
 
-from slimbayes.lab.config_files import load, read_tree
-from slimbayes.lab.paper_table import draws_of, scores_of_record
-from slimbayes.lab.trees import row_names
+from slimbayes.lab.configs.files import load, read_tree
+from slimbayes.lab.configs.trees import row_names
+from slimbayes.lab.papers.table import draws_of, scores_of_record
 from slimbayes.report import compare
 from slimbayes.report.metric import mean, t_interval
 from slimbayes.report.record import Record, read, write

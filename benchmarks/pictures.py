@@ -30,8 +30,8 @@ from PIL import Image
 from torch.utils.data import DataLoader, Subset
 
 from slimbayes.data.folders import ImageFolder, read_square
-from slimbayes.lab.config_files import validate
-from slimbayes.lab.task import pictures
+from slimbayes.lab.configs.files import validate
+from slimbayes.lab.tasks.task import pictures
 
 SIZE, BATCH, DISTINCT = 224, 100, 200
 

@@ -35,9 +35,9 @@ FIT = """
 import sys, torch
 from pathlib import Path
 from slimbayes.data import Dataset, Split
-from slimbayes.lab.config_files import validate
+from slimbayes.lab.configs.files import validate
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.fit import fit
+from slimbayes.lab.runs.fit import fit
 x, y = torch.randn(400, 8), torch.arange(400) % 10
 data = Dataset("mine", {"train": Split(x[:300], y[:300]), "test": Split(x[300:], y[300:])})
 tree = {"name": "served", "data": {"name": "mine"}, "model": {"kind": "mlp", "hidden": [64, 64]},

@@ -186,7 +186,7 @@ def run(
 
 def table(out: Path) -> str:
     """Markdown: mean and standard error over splits, ours above the paper's."""
-    from slimbayes.lab.papers import find
+    from slimbayes.lab.papers.rows import find
 
     lines = []
     for number, score in (("12", "rmse"), ("13", "lpd")):

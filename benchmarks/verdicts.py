@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from slimbayes.lab.paper_table import draws_of, scores_of_record
-from slimbayes.lab.papers import FEWEST, Claim
+from slimbayes.lab.papers.rows import FEWEST, Claim
+from slimbayes.lab.papers.table import draws_of, scores_of_record
 from slimbayes.report.metric import mean, t_interval
 from slimbayes.report.record import read
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from slimbayes.lab.config_files import load, read_tree
+from slimbayes.lab.configs.files import load, read_tree
+from slimbayes.lab.configs.trees import row_names
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.fit import fit
-from slimbayes.lab.trees import row_names
+from slimbayes.lab.runs.fit import fit
 from slimbayes.report import compare, write_page
 from slimbayes.report.groups import load as load_records
 from slimbayes.report.tables import reasons

@@ -54,7 +54,7 @@ if device := os.environ.get("SLIMBAYES_TEST_DEVICE"):  # run the suite on a GPU:
 def unchecked_fits() -> Iterator[None]:
     """Runs whose posteriors nobody looks at after training: that takes a third of the time of small ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slimbayes.lab.fit._diagnostics", lambda *args: None)
+        patch.setattr("slimbayes.lab.runs.fit._diagnostics", lambda *args: None)
         yield
 
 

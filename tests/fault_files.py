@@ -13,9 +13,9 @@ from fault_training import holds_one, same_tensors
 from lab_configs import EVERY_STEP, experiment, weights
 
 import slimbayes as sb
-from slimbayes.lab.checkpoints import latest_checkpoint
-from slimbayes.lab.fit import fit
-from slimbayes.lab.predict_file import predict_file
+from slimbayes.lab.finished.predict_file import predict_file
+from slimbayes.lab.runs.checkpoints import latest_checkpoint
+from slimbayes.lab.runs.fit import fit
 from slimbayes.report import record
 
 NO_SUMS = "without a manifest 1.3 % of flips of a safetensors file were refused; libraries compared have none"

@@ -14,8 +14,8 @@ from lab_configs import CPU, dense, experiment
 
 import slimbayes as sb
 from slimbayes.files import as_json
-from slimbayes.lab.config_files import load
-from slimbayes.lab.fit import fit
+from slimbayes.lab.configs.files import load
+from slimbayes.lab.runs.fit import fit
 from slimbayes.report import record, write_page
 
 TREE = """\

@@ -13,8 +13,8 @@ from lab_configs import CPU, MINE, X, dense, experiment, mine
 
 import slimbayes as sb
 from slimbayes.data import Dataset
-from slimbayes.lab.fit import fit
-from slimbayes.lab.predict_file import predict_file
+from slimbayes.lab.finished.predict_file import predict_file
+from slimbayes.lab.runs.fit import fit
 
 NUMBERS = (float("nan"), float("inf"), float("-inf"))
 WORDS = ("nan", "inf")  # one of them is in every such refusal

@@ -14,7 +14,7 @@ from fault_suite import Count, fault
 from fault_training import ends_alike
 from lab_configs import BASE
 
-from slimbayes.lab.config_files import merged
+from slimbayes.lab.configs.files import merged
 
 LIMIT = 30.0  # seconds until the job trains again
 SEEDS = (11, 12, 13)  # of three jobs, each of which suffers five faults

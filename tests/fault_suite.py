@@ -15,9 +15,9 @@ from typing import Any
 from lab_configs import CPU, X, dense, experiment
 
 import slimbayes as sb
-from slimbayes.lab.fit import fit
-from slimbayes.lab.run_folder import RunError
-from slimbayes.lab.training import Diverged
+from slimbayes.lab.runs.fit import fit
+from slimbayes.lab.runs.folder import RunError
+from slimbayes.lab.runs.training import Diverged
 
 NOTES = 20  # of lost faults that are kept
 TOLD = (ValueError, TypeError, OSError, FloatingPointError, RunError, Diverged)  # errors that may be a refusal in words

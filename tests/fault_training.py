@@ -14,8 +14,8 @@ from fault_suite import Answer, Count, ask, entries, fault, small_net, small_run
 from lab_configs import CPU, EVERY_STEP, METHODS, dense, experiment, weights
 
 import slimbayes as sb
-from slimbayes.lab.fit import fit
-from slimbayes.lab.predict_file import predict_file
+from slimbayes.lab.finished.predict_file import predict_file
+from slimbayes.lab.runs.fit import fit
 from slimbayes.report import record, write_page
 
 DISK = ("could not be", "cannot be", "no space", "too large", "full")

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from slimbayes.data import Dataset, Split
 from slimbayes.lab.command import app
-from slimbayes.lab.config import Experiment
-from slimbayes.lab.config_files import merged, validate
+from slimbayes.lab.configs.experiment import Experiment
+from slimbayes.lab.configs.files import merged, validate
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.step import TrainingStep
+from slimbayes.lab.runs.step import TrainingStep
 
 datasets.load_digits = cache(datasets.load_digits)  # a text that every run would read anew; what it gives is copied
 CPU = Execution(accelerator="cpu", workers=0)

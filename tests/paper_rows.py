@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from slimbayes.lab.papers import find, listings
+from slimbayes.lab.papers.rows import find, listings
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments"

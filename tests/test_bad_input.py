@@ -13,8 +13,8 @@ from lab_configs import CPU, call
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.lab.config_files import ConfigError, validate
-from slimbayes.lab.fit import fit
+from slimbayes.lab.configs.files import ConfigError, validate
+from slimbayes.lab.runs.fit import fit
 
 ROWS = [f"{40 + i},{'ab'[i % 2]},{(40 + i) * 2.5}" for i in range(40)]
 GOOD = "\n".join(["size,town,price", *ROWS, ""])
@@ -153,7 +153,7 @@ def test_names_of_runs_are_no_paths(name: str) -> None:
         chosen = validate({**TREE, "name": name})
     except ConfigError:
         return
-    from slimbayes.lab.run_folder import default_folder
+    from slimbayes.lab.runs.folder import default_folder
 
     assert default_folder(chosen).resolve().parent == Path("runs").resolve()
 
@@ -162,8 +162,8 @@ def test_the_server_says_what_is_wrong(run: Path) -> None:
     pytest.importorskip("fastapi")
     pytest.importorskip("prometheus_client")
     client = pytest.importorskip("starlette.testclient", exc_type=(ImportError, RuntimeError))
-    from slimbayes.lab.serve import build_app
-    from slimbayes.lab.serve_model import RunModel
+    from slimbayes.lab.finished.serve import build_app
+    from slimbayes.lab.finished.serve_model import RunModel
 
     row = {"size": 50, "town": "a"}
     with client.TestClient(build_app(RunModel(run, 1, "cpu"))) as server:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from slimbayes.lab.config_files import ConfigError, load, read_tree
-from slimbayes.lab.trees import row_names
+from slimbayes.lab.configs.files import ConfigError, load, read_tree
+from slimbayes.lab.configs.trees import row_names
 
 
 @pytest.fixture

@@ -1263,7 +1263,7 @@ def test_member_weights_follow_the_order_of_the_draws() -> None:
 
 def test_a_cosine_with_a_warm_up_starts_where_the_warm_up_ends() -> None:
     pytest.importorskip("pydantic")
-    from slimbayes.lab import recipes
+    from slimbayes.lab.configs import train as recipes
 
     train = recipes.Train(epochs=10, optimizer={"kind": "SGD"}, schedule={"kind": "Cosine", "warmup": 2, "end": 0.1})
     found = [train.rate(step, 10) for step in (0, 9, 19, 20, 60, 99, 100)]

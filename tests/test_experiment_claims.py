@@ -13,12 +13,12 @@ from test_health import HEAD, NAMES
 
 from slimbayes.data import Dataset, Split, load, mortality, physionet2012
 from slimbayes.data.uci import split_rows
-from slimbayes.lab.config_files import load as load_config
-from slimbayes.lab.config_files import read_tree
+from slimbayes.lab.configs.files import load as load_config
+from slimbayes.lab.configs.files import read_tree
+from slimbayes.lab.configs.trees import row_names
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.fit import fit
-from slimbayes.lab.reproduce import reproduce
-from slimbayes.lab.trees import row_names
+from slimbayes.lab.papers.reproduce import reproduce
+from slimbayes.lab.runs.fit import fit
 from slimbayes.report.record import read
 
 ROOT = Path(__file__).parents[1]

@@ -15,12 +15,12 @@ from torch import nn
 import slimbayes as sb
 from slimbayes.data.catalog import SOURCES
 from slimbayes.data.uci import UCI
-from slimbayes.lab.config import Experiment
-from slimbayes.lab.config_files import load, read_tree, validate
-from slimbayes.lab.diagnose import DIAGNOSTICS
-from slimbayes.lab.papers import PaperRow, find, listings
-from slimbayes.lab.predictor import build_network
-from slimbayes.lab.trees import row_names
+from slimbayes.lab.configs.experiment import Experiment
+from slimbayes.lab.configs.files import load, read_tree, validate
+from slimbayes.lab.configs.trees import row_names
+from slimbayes.lab.finished.diagnose import DIAGNOSTICS
+from slimbayes.lab.papers.rows import PaperRow, find, listings
+from slimbayes.lab.runs.predictor import build_network
 from slimbayes.layers.base import BayesLayer
 from slimbayes.models import keras_count
 from slimbayes.posteriors.configs import RECIPES

@@ -17,7 +17,7 @@ import slimbayes as sb
 from slimbayes.data.events import Buckets, Events, bag
 from slimbayes.data.physionet import FEATURES, bags, physionet2012
 from slimbayes.data.stays import Stays, mortality
-from slimbayes.lab.papers import find
+from slimbayes.lab.papers.rows import find
 from slimbayes.models import keras_count
 from slimbayes.models.recurrent import mortality_lstm
 

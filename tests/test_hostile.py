@@ -29,13 +29,13 @@ import slimbayes as sb
 from slimbayes.data.archives import map_npy, read_idx, read_npz, read_xz
 from slimbayes.data.cifar import read_cifar_pickle
 from slimbayes.errors import brief
-from slimbayes.lab import trees
-from slimbayes.lab.checkpoints import latest_checkpoint, save_checkpoint
-from slimbayes.lab.config_files import ConfigError, load, parse_override, read_tree, validate
-from slimbayes.lab.predict_file import read_predictor
-from slimbayes.lab.run_folder import RunError
+from slimbayes.lab.configs import trees
+from slimbayes.lab.configs.files import ConfigError, load, parse_override, read_tree, validate
+from slimbayes.lab.configs.trees import merged, row_names
+from slimbayes.lab.runs.checkpoints import latest_checkpoint, save_checkpoint
+from slimbayes.lab.runs.fit import read_predictor
+from slimbayes.lab.runs.folder import RunError
 from slimbayes.lab.sweep import combinations
-from slimbayes.lab.trees import merged, row_names
 from slimbayes.report import compare, write_page
 from slimbayes.report.record import RecordError, read
 from slimbayes.untrusted import parse_json, read_file
@@ -218,7 +218,7 @@ def test_a_diamond_of_files_reads_each_once(tmp_path: Path, monkeypatch: pytest.
     write(tmp_path, f15="name: last\nseed: 15")
     seen: list[Path] = []
     monkeypatch.setattr(
-        "slimbayes.lab.config_files.read_file", lambda file, limit: seen.append(file) or read_file(file, limit)
+        "slimbayes.lab.configs.files.read_file", lambda file, limit: seen.append(file) or read_file(file, limit)
     )
     assert read_tree(tmp_path / "f0.yaml") == {"name": "last", "seed": 0}
     assert len(seen) == 16

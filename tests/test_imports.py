@@ -68,6 +68,21 @@ def test_imports_point_one_way(package: str) -> None:
     assert not wrong
 
 
+LAB = ["configs", "execution", "tasks", "runs", "finished", "papers", "search", "sweep", "run_commands", "command"]
+
+
+@pytest.mark.parametrize("part", LAB)
+def test_imports_within_the_lab_point_one_way(part: str) -> None:
+    files = [*(SOURCE / "lab" / part).rglob("*.py"), *(SOURCE / "lab").glob(f"{part}.py")]
+    named = [
+        (file.name, parts[2])
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (parts := (node.module or "").split("."))[:2] == ["slimbayes", "lab"]
+    ]
+    assert files and {other for _, other in named} <= set(LAB[: LAB.index(part) + 1]), named
+
+
 def test_no_two_public_classes_have_one_name() -> None:
     """A reader who meets a name knows which class it is."""
     trees = [ast.parse(file.read_text()) for file in sorted(SOURCE.rglob("*.py"))]

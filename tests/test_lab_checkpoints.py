@@ -10,9 +10,9 @@ import torch
 from lab_configs import CPU, EVERY_STEP, Crash, crash_after, experiment, weights
 
 from slimbayes.files import CheckpointError
-from slimbayes.lab.checkpoints import _read, latest_checkpoint, restore, save_checkpoint, state_of
-from slimbayes.lab.fit import fit
-from slimbayes.lab.run_folder import RunError
+from slimbayes.lab.runs.checkpoints import _read, latest_checkpoint, restore, save_checkpoint, state_of
+from slimbayes.lab.runs.fit import fit
+from slimbayes.lab.runs.folder import RunError
 
 pytestmark = pytest.mark.usefixtures("unchecked_fits")
 

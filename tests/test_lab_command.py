@@ -14,8 +14,8 @@ from lab_configs import BASE, CPU, METHODS, experiment
 from typer.testing import CliRunner
 
 from slimbayes.lab.command import app
-from slimbayes.lab.config_files import merged
-from slimbayes.lab.fit import fit
+from slimbayes.lab.configs.files import merged
+from slimbayes.lab.runs.fit import fit
 from slimbayes.report import record
 
 run = CliRunner()
@@ -77,8 +77,8 @@ import sys, time
 from pathlib import Path
 from typer.testing import CliRunner
 from slimbayes.lab.command import app
-from slimbayes.lab.config_files import read_tree
-from slimbayes.lab.trees import row_names
+from slimbayes.lab.configs.files import read_tree
+from slimbayes.lab.configs.trees import row_names
 
 run, told = CliRunner().invoke, []
 first = run(app, ["config", "check", "experiments/demo/digits.yaml#2-rank1-cauchy"])

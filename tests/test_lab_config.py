@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from lab_configs import experiment
 
 import slimbayes as sb
-from slimbayes.lab import recipes
-from slimbayes.lab.choices import AUGMENTATIONS, NETWORKS, TABLE_NET, Named
-from slimbayes.lab.config import CORRUPTIONS, EXTRA, Experiment
-from slimbayes.lab.config_files import ConfigError, load, merged, parse_override, read_tree, validate
+from slimbayes.lab.configs import train as recipes
+from slimbayes.lab.configs.choices import AUGMENTATIONS, NETWORKS, TABLE_NET, Named
+from slimbayes.lab.configs.experiment import CORRUPTIONS, EXTRA, Experiment
+from slimbayes.lab.configs.files import ConfigError, load, merged, parse_override, read_tree, validate
 from slimbayes.posteriors import METHODS
 
 BASE: dict[str, Any] = {

@@ -8,9 +8,9 @@ import pytest
 from lab_configs import CPU, call, experiment
 
 from slimbayes.diagnostics import spectrum
-from slimbayes.lab.after_training import diagnose_run, diagnosis_lines
-from slimbayes.lab.diagnose import Case, scores
-from slimbayes.lab.fit import fit, load_run
+from slimbayes.lab.finished.after_training import diagnose_run, diagnosis_lines
+from slimbayes.lab.finished.diagnose import Case, scores
+from slimbayes.lab.runs.fit import fit, load_run
 
 DENSE = {"model": {"kind": "mlp", "hidden": [8]}, "train": {"epochs": 1}}
 

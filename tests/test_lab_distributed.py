@@ -19,10 +19,11 @@ import yaml
 from lab_configs import BASE, CPU
 from safetensors.torch import load_file
 
-from slimbayes.lab import command, watchers
+from slimbayes.lab import command
 from slimbayes.lab.command import app
-from slimbayes.lab.config_files import merged, validate
-from slimbayes.lab.fit import fit
+from slimbayes.lab.configs.files import merged, validate
+from slimbayes.lab.runs import watchers
+from slimbayes.lab.runs.fit import fit
 from slimbayes.report import record
 
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():

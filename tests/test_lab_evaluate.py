@@ -15,15 +15,15 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.data import Split
-from slimbayes.lab import diagnose as cases
-from slimbayes.lab import evaluate as other_sets
-from slimbayes.lab.config_files import merged, validate
-from slimbayes.lab.diagnose import Case, diagnose
+from slimbayes.lab.configs.files import merged, validate
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.fit import evaluate_run, fit, load_run
-from slimbayes.lab.paper_table import error_rates
-from slimbayes.lab.predictor import Predictor
-from slimbayes.lab.task import Scaling, Task
+from slimbayes.lab.finished import diagnose as cases
+from slimbayes.lab.finished.diagnose import Case, diagnose
+from slimbayes.lab.papers.table import error_rates
+from slimbayes.lab.runs import evaluate as other_sets
+from slimbayes.lab.runs.fit import evaluate_run, fit, load_run
+from slimbayes.lab.runs.predictor import Predictor
+from slimbayes.lab.tasks.task import Scaling, Task
 from slimbayes.prediction.predict import predict_prefixes
 from slimbayes.report import record
 
@@ -85,7 +85,7 @@ def test_validation_rows_and_noise_in_the_targets_own_units(tmp_path: Path) -> N
 
 def test_published_corruptions_are_used_where_they_are_and_damaged_ones_are_told(tmp_path: Path) -> None:
 
-    from slimbayes.lab.evaluate import _published
+    from slimbayes.lab.runs.evaluate import _published
 
     folder = tmp_path / "CIFAR-10-C"
     folder.mkdir()

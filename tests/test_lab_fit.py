@@ -16,17 +16,17 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.data import Dataset, Split
-from slimbayes.lab.checkpoints import latest_checkpoint
-from slimbayes.lab.config_files import merged, validate
+from slimbayes.lab.configs.files import merged, validate
+from slimbayes.lab.configs.train import Train
 from slimbayes.lab.execution import Execution, key
-from slimbayes.lab.fit import Diverged, Training, fit, load_run
-from slimbayes.lab.intake import digits
-from slimbayes.lab.predictor import build_network
-from slimbayes.lab.recipes import Train
-from slimbayes.lab.run_folder import RunError, default_folder, open_run, read_curve, stored_experiment
-from slimbayes.lab.step import TrainingStep
-from slimbayes.lab.task import limited, open_task
-from slimbayes.lab.watchers import Bars, Watcher
+from slimbayes.lab.runs.checkpoints import latest_checkpoint
+from slimbayes.lab.runs.fit import Diverged, Training, fit, load_run
+from slimbayes.lab.runs.folder import RunError, default_folder, open_run, read_curve, stored_experiment
+from slimbayes.lab.runs.predictor import build_network
+from slimbayes.lab.runs.step import TrainingStep
+from slimbayes.lab.runs.watchers import Bars, Watcher
+from slimbayes.lab.tasks.intake import digits
+from slimbayes.lab.tasks.task import limited, open_task
 from slimbayes.report import record
 
 pytestmark = pytest.mark.usefixtures("unchecked_fits")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slimbayes.lab import watchers as module
-from slimbayes.lab.watchers import HOST, Line, Ranks, Watcher
+from slimbayes.lab.runs import watchers as module
+from slimbayes.lab.runs.watchers import HOST, Line, Ranks, Watcher
 
 LOOKS = int(max(s for s in module.PATIENCE.values() if s < 1e9) / module.TICK) + 2
 

@@ -13,13 +13,13 @@ import forks
 import pytest
 from lab_configs import CPU, EVERY_STEP, METHODS, Crash, call, crash_after, experiment, weights
 
-from slimbayes.lab import training
-from slimbayes.lab.checkpoints import latest_checkpoint
-from slimbayes.lab.config import Experiment
-from slimbayes.lab.config_files import merged
+from slimbayes.lab.configs.experiment import Experiment
+from slimbayes.lab.configs.files import merged
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.fit import Stopped, Training, fit
-from slimbayes.lab.step import TrainingStep
+from slimbayes.lab.runs import training
+from slimbayes.lab.runs.checkpoints import latest_checkpoint
+from slimbayes.lab.runs.fit import Stopped, Training, fit
+from slimbayes.lab.runs.step import TrainingStep
 from slimbayes.report import record
 
 pytestmark = pytest.mark.usefixtures("unchecked_fits")
@@ -86,7 +86,7 @@ def test_options_resume_bit_for_bit_too(train: dict[str, Any], tmp_path: Path, m
 
 def fit_without_record(chosen: Experiment, folder: Path, resume: bool = False) -> None:
     """Fit, and be killed while what was learned is judged."""
-    with patch("slimbayes.lab.fit.write_record", side_effect=Crash), pytest.raises(Crash):
+    with patch("slimbayes.lab.runs.fit.write_record", side_effect=Crash), pytest.raises(Crash):
         fit(chosen, folder, EVERY_STEP, resume=resume)
 
 

@@ -14,12 +14,12 @@ from torch import nn
 
 from slimbayes.data import Dataset, Split, load, prepare
 from slimbayes.data.folders import ImageFolder, read_crop, read_square
-from slimbayes.lab import task as task_module
-from slimbayes.lab.config import Data
-from slimbayes.lab.config_files import merged, validate
-from slimbayes.lab.fit import Training, fit
-from slimbayes.lab.task import Scaling, open_task
-from slimbayes.lab.watchers import Watcher
+from slimbayes.lab.configs.experiment import Data
+from slimbayes.lab.configs.files import merged, validate
+from slimbayes.lab.runs.fit import Training, fit
+from slimbayes.lab.runs.watchers import Watcher
+from slimbayes.lab.tasks import task as task_module
+from slimbayes.lab.tasks.task import Scaling, open_task
 from slimbayes.report import record
 
 

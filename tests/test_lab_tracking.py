@@ -10,12 +10,12 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.diagnostics import spectrum
-from slimbayes.lab.config_files import validate
-from slimbayes.lab.diagnose import Case, diagnose
+from slimbayes.lab.configs.files import validate
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.fit import Stopped, fit, load_run
-from slimbayes.lab.step import Tracker
-from slimbayes.lab.watchers import Watcher
+from slimbayes.lab.finished.diagnose import Case, diagnose
+from slimbayes.lab.runs.fit import Stopped, fit, load_run
+from slimbayes.lab.runs.step import Tracker
+from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.report.record import read
 
 pytestmark = pytest.mark.usefixtures("unchecked_fits")

@@ -1126,7 +1126,8 @@ import slimbayes.metrics, slimbayes.diagnostics
 assert not {"torchmetrics", "lightning_utilities", "scipy", "sklearn", "matplotlib", "numpy.f2py"} & set(sys.modules)
 slimbayes.bayesianize(slimbayes.models.mlp(), slimbayes.Rank1())
 assert "torch._dynamo" not in sys.modules  # as long as nothing is compiled
-import slimbayes.lab.fit, slimbayes.lab.predict_file  # which need more only where rows are scored, or shared out
+# What follows needs more only where rows are scored, or shared out.
+import slimbayes.lab.runs.fit, slimbayes.lab.finished.predict_file
 assert not {"torchmetrics", "torch.distributed.tensor"} & set(sys.modules)
 sys.modules["torchmetrics"] = None  # as if it were not installed
 from slimbayes.metrics import calibration, crps_samples

@@ -20,8 +20,8 @@ import slimbayes.layers
 import slimbayes.metrics as sm
 from slimbayes.decisions import Temperature
 from slimbayes.distributions.kl import kl as kl_of
-from slimbayes.lab.paper_table import averages
-from slimbayes.lab.scores import class_scores
+from slimbayes.lab.papers.table import averages
+from slimbayes.lab.runs.scores import class_scores
 from slimbayes.layers import bayes_class
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.k_tied import KTiedPosterior
@@ -200,7 +200,7 @@ def test_evaluation_of_sure_predictions_is_finite(likelihood: str, members: int)
 
 
 def test_tables_show_scores_that_are_not_finite() -> None:
-    from slimbayes.lab.paper_table import _value
+    from slimbayes.lab.papers.table import _value
 
     found = averages([{"nll": 0.5, "ece": 0.1}, {"nll": math.inf, "ece": 0.3}, {"nll": math.nan}], {})
     assert found["ece"]["mean"] == pytest.approx(0.2) and found["nll"]["count"] == 3

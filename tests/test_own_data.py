@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 import slimbayes as sb
 from slimbayes.data.table_files import frame_of, frames, look
 from slimbayes.lab.command import app
-from slimbayes.lab.config import Data
-from slimbayes.lab.config_files import ConfigError, merged, validate
-from slimbayes.lab.fit import fit, load_run
-from slimbayes.lab.intake import data_digest, open_data
-from slimbayes.lab.own_task import OwnColumns
-from slimbayes.lab.task import open_task
+from slimbayes.lab.configs.experiment import Data
+from slimbayes.lab.configs.files import ConfigError, merged, validate
+from slimbayes.lab.runs.fit import fit, load_run
+from slimbayes.lab.tasks.intake import data_digest, open_data
+from slimbayes.lab.tasks.own_table import OwnColumns
+from slimbayes.lab.tasks.task import open_task
 from slimbayes.sklearn.base import default_method
 from slimbayes.sklearn.columns import Preparation, Table
 
@@ -639,7 +639,7 @@ def test_no_name_in_a_file_adds_to_its_config(tmp_path: Path, monkeypatch: pytes
 def test_init_takes_the_method_of_the_estimators() -> None:
     """Which scored best on tables; written down twice, since a config has no scikit-learn."""
     pytest.importorskip("sklearn")
-    from slimbayes.lab.init_config import _FACTORS
+    from slimbayes.lab.configs.init import _FACTORS
     from slimbayes.posteriors import config_from_dict
     from slimbayes.sklearn.base import default_method
 
@@ -750,7 +750,7 @@ def test_init_says_what_it_leaves_out_and_how_to_go_on(tmp_path: Path) -> None:
 
 def test_a_sealed_run_is_judged_again_without_a_word_of_older_ones(place: Path, monkeypatch: Any) -> None:
     told: list[str] = []
-    monkeypatch.setattr("slimbayes.lab.run_folder.note_unsealed", told.append)
+    monkeypatch.setattr("slimbayes.lab.runs.folder.note_unsealed", told.append)
     assert call("evaluate", place / "run").exit_code == 0 and not told
     assert "of scaled targets, KL" in call("diagnose", place / "run").output  # test rows are in units of their own
 

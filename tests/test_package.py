@@ -15,7 +15,7 @@ from installed import check_command
 from lab_configs import call
 from packaging.requirements import Requirement
 
-from slimbayes.lab import run_folder
+from slimbayes.lab.runs import folder as run_folder
 from slimbayes.posteriors import METHODS
 
 ROOT = Path(__file__).parents[1]

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from slimbayes.lab.diagnose import Case, diagnose
-from slimbayes.lab.paper_table import (
+from slimbayes.lab.finished.diagnose import Case, diagnose
+from slimbayes.lab.papers.rows import Claim, find, listings
+from slimbayes.lab.papers.table import (
     Reproduction,
     RowResult,
     averages,
@@ -17,9 +18,8 @@ from slimbayes.lab.paper_table import (
     relative_errors,
     scores_of_record,
 )
-from slimbayes.lab.papers import Claim, find, listings
-from slimbayes.lab.predictor import Predictor
-from slimbayes.lab.scores import calibration_errors
+from slimbayes.lab.runs.predictor import Predictor
+from slimbayes.lab.runs.scores import calibration_errors
 from slimbayes.metrics import ALEXNET
 from slimbayes.report.record import Evaluation, ParameterCounts, Record, Reliability, RunCost
 
@@ -192,7 +192,7 @@ def test_the_density_of_perfect_predictions_is_the_papers_constant(
 
     import slimbayes as sb
     from slimbayes.data import Split
-    from slimbayes.lab.task import Scaling
+    from slimbayes.lab.tasks.task import Scaling
 
     net = sb.bayesianize(
         torch.nn.Sequential(torch.nn.BatchNorm1d(1), torch.nn.Linear(1, 1)), sb.ModelPatch(jitter=0.0, patch="norm")

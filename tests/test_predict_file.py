@@ -16,12 +16,12 @@ import yaml
 from lab_configs import CPU, ONCE, call, experiment, mine, regression
 
 from slimbayes.data import table_files
-from slimbayes.lab import predict_input
-from slimbayes.lab.config import Data
-from slimbayes.lab.fit import fit
-from slimbayes.lab.predict_file import check_and_fit, predict_file
-from slimbayes.lab.predict_input import row_blocks
-from slimbayes.lab.task import open_task
+from slimbayes.lab.configs.experiment import Data
+from slimbayes.lab.finished import predict_input
+from slimbayes.lab.finished.predict_file import check_and_fit, predict_file
+from slimbayes.lab.finished.predict_input import row_blocks
+from slimbayes.lab.runs.fit import fit
+from slimbayes.lab.tasks.task import open_task
 
 pytestmark = pytest.mark.usefixtures("unchecked_fits")
 
@@ -279,7 +279,7 @@ def test_arrays_that_are_cut_short_are_refused(cut: int, run: Path, tmp_path: Pa
 def test_memory_does_not_grow_with_the_rows(run: Path, tmp_path: Path) -> None:
     """Eight times the rows in at most 40 MiB more, where all at once would take hundreds."""
     code = (
-        "import re, sys; from pathlib import Path; from slimbayes.lab.predict_file import predict_file\n"
+        "import re, sys; from pathlib import Path; from slimbayes.lab.finished.predict_file import predict_file\n"
         "for rows in (5_000, 40_000):\n"
         "    file = Path(sys.argv[2]); file.write_text('0.125,0.25,0.5\\n' * rows)\n"
         "    predict_file(Path(sys.argv[1]), file, Path(sys.argv[3]), 1, 'cpu')\n"

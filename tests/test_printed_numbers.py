@@ -10,7 +10,7 @@ from paper_rows import FOLDER, ROOT, ROWS
 
 import slimbayes as sb
 from slimbayes.data import CORRUPTIONS
-from slimbayes.lab.papers import PaperRow, find
+from slimbayes.lab.papers.rows import PaperRow, find
 
 PAPERS = {"rank1": "rank1-bnn.txt", "k_tied": "k-tied-normal.txt", "emp": "ensemble-model-patching.txt"}
 

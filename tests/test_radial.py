@@ -64,7 +64,7 @@ def test_bad_options_are_refused_in_words(options: dict, message: str) -> None:
 
 def test_a_file_is_all_that_a_method_needs() -> None:
     """The list of methods, and the choices of experiment configs, come from the files."""
-    from slimbayes.lab.config_files import validate
+    from slimbayes.lab.configs.files import validate
 
     assert METHODS["Radial"] is sb.Radial
     experiment = validate(

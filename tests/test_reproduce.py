@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from slimbayes.lab import reproduce as module
-from slimbayes.lab.config_files import ConfigError
-from slimbayes.lab.diagnose import Case
+from slimbayes.lab.configs.files import ConfigError
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.fit import Stopped, evaluate_run
-from slimbayes.lab.papers import find, list_all, listings, roots
-from slimbayes.lab.reproduce import Incomplete, parse_seeds, reproduce
-from slimbayes.lab.table_status import overview, row_statuses, status
+from slimbayes.lab.finished.diagnose import Case
+from slimbayes.lab.papers import reproduce as module
+from slimbayes.lab.papers.reproduce import Incomplete, parse_seeds, reproduce
+from slimbayes.lab.papers.rows import find, list_all, listings, roots
+from slimbayes.lab.papers.status import overview, row_statuses, status
+from slimbayes.lab.runs.fit import Stopped, evaluate_run
 from slimbayes.metrics.corruption import corruption_errors
 from slimbayes.report.record import ParameterCounts, Record, RunCost, read, write
 

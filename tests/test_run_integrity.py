@@ -16,11 +16,11 @@ from lab_configs import CPU, EVERY_STEP, MINE, Crash, X, call, crash_after, dens
 from test_predict_file import regression
 
 from slimbayes.data import Dataset, Split
-from slimbayes.lab import run_folder
-from slimbayes.lab.checkpoints import latest_checkpoint
-from slimbayes.lab.fit import fit, load_run
-from slimbayes.lab.intake import data_digest
-from slimbayes.lab.run_folder import RunError
+from slimbayes.lab.runs import folder as run_folder
+from slimbayes.lab.runs.checkpoints import latest_checkpoint
+from slimbayes.lab.runs.fit import fit, load_run
+from slimbayes.lab.runs.folder import RunError
+from slimbayes.lab.tasks.intake import data_digest
 from slimbayes.report import record
 from slimbayes.report.record import RecordError
 
@@ -115,7 +115,7 @@ def test_every_change_of_the_data_changes_their_digest(change: str) -> None:
 
 
 def test_the_digest_of_a_large_set_reads_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slimbayes.lab import intake
+    from slimbayes.lab.tasks import intake
 
     monkeypatch.setattr(intake, "_WHOLE", 1 << 20)
     monkeypatch.setattr(intake, "_BLOCKS", 4)

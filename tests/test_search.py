@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from slimbayes.lab import search
-from slimbayes.lab.config_files import ConfigError
+from slimbayes.lab.configs.files import ConfigError
 from slimbayes.lab.search import Run, epochs, kept_value, optuna_objective, tune_trainable
 
 optuna = pytest.importorskip("optuna")

@@ -18,19 +18,19 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.data import Dataset, Split
-from slimbayes.lab.config_files import merged, validate
-from slimbayes.lab.fit import fit
-from slimbayes.lab.own_config import OwnCodeError, code_allowed
-from slimbayes.lab.predict_file import as_columns, read_predictor
-from slimbayes.lab.run_folder import RunError
-from slimbayes.lab.serve_model import RunModel, Served, _array, open_model
+from slimbayes.lab.configs.files import merged, validate
+from slimbayes.lab.configs.own import OwnCodeError, code_allowed
+from slimbayes.lab.finished.predict_file import as_columns
+from slimbayes.lab.finished.serve_model import RunModel, Served, _array, open_model
+from slimbayes.lab.runs.fit import fit, read_predictor
+from slimbayes.lab.runs.folder import RunError
 
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette.testclient", exc_type=(ImportError, RuntimeError))
 from fastapi.testclient import TestClient
 
-from slimbayes.lab.serve import Busy, Limits, Queue, build_app, serve
+from slimbayes.lab.finished.serve import Busy, Limits, Queue, build_app, serve
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Using `httpx`")
 
@@ -475,7 +475,7 @@ def test_the_command_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.Monk
     assert done.exit_code == 3 and "neither a run's folder" in done.output
     done = call("serve", str(tmp_path), "--host", "0.0.0.0")
     assert done.exit_code == 1 and "a key is needed" in done.output
-    monkeypatch.delitem(sys.modules, "slimbayes.lab.serve")
+    monkeypatch.delitem(sys.modules, "slimbayes.lab.finished.serve")
     monkeypatch.delattr(sys.modules["slimbayes.lab"], "serve")
     monkeypatch.setitem(sys.modules, "fastapi", None)
     done = call("serve", str(tmp_path))

@@ -8,8 +8,8 @@ import torch
 from lab_configs import CPU
 
 import slimbayes as sb
-from slimbayes.lab import step_times as module
-from slimbayes.lab.diagnose import Case, diagnose
+from slimbayes.lab.finished import step_times as module
+from slimbayes.lab.finished.diagnose import Case, diagnose
 
 
 def test_step_times_are_of_both_posteriors_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

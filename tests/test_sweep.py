@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from slimbayes.lab import search as launch
 from slimbayes.lab.command import app
-from slimbayes.lab.config_files import ConfigError, load, validate
+from slimbayes.lab.configs.files import ConfigError, load, validate
 from slimbayes.lab.search import Run, train
 from slimbayes.lab.sweep import combinations, sweep, visible_gpus
 from slimbayes.report.record import read

@@ -83,11 +83,11 @@ def fit(
     evaluate: Annotated[bool, typer.Option(help="Evaluate and write the record when training is done.")] = True,
 ) -> None:
     """Train an experiment in a run directory and evaluate it. A finished run is left as it is."""
-    from slimbayes.lab.config_files import load
+    from slimbayes.lab.configs.files import load
     from slimbayes.lab.execution import Execution
-    from slimbayes.lab.fit import fit as train
-    from slimbayes.lab.run_folder import default_folder
-    from slimbayes.lab.watchers import Bars, print_scores
+    from slimbayes.lab.runs.fit import fit as train
+    from slimbayes.lab.runs.folder import default_folder
+    from slimbayes.lab.runs.watchers import Bars, print_scores
 
     experiment = load(config, overrides, scale)
     folder = out or default_folder(experiment)
@@ -115,8 +115,8 @@ def evaluate(
     allow_code: AllowCode = False,
 ) -> None:
     """Judge a trained run again: on test, corrupted, shifted and unfamiliar rows. Writes its record anew."""
-    from slimbayes.lab.fit import evaluate_run
-    from slimbayes.lab.watchers import print_scores
+    from slimbayes.lab.runs.fit import evaluate_run
+    from slimbayes.lab.runs.watchers import print_scores
 
     wanted = [*overrides, *([f"evaluate.draws={draws if draws == 'exact' else f'[{draws}]'}"] if draws else [])]
     evaluate_run(run, wanted, accelerator, data_dir, workers)
@@ -146,7 +146,7 @@ def serve(
 ) -> None:
     """Answer predictions over HTTP, with uncertainty: POST /predict."""
     try:
-        from slimbayes.lab import serve as server
+        from slimbayes.lab.finished import serve as server
     except ModuleNotFoundError as error:
         raise ImportError(f'Serving needs {error.name}: pip install "slimbayes[serve]"') from error
 
@@ -229,19 +229,19 @@ def reproduce(
 ) -> None:
     """Run the rows of a paper's table and write ours beside the paper's numbers."""
     if show_status:
-        from slimbayes.lab.table_status import overview, status
+        from slimbayes.lab.papers.status import overview, status
 
         typer.echo("\n".join(status(table, out) if table else overview()))
         return
     if list_all or not table:
-        from slimbayes.lab import papers
+        from slimbayes.lab.papers import rows as papers
 
         typer.echo("\n".join(papers.list_all()))
         return
     from slimbayes.lab.execution import Execution
-    from slimbayes.lab.reproduce import parse_seeds
-    from slimbayes.lab.reproduce import reproduce as run_rows
-    from slimbayes.lab.watchers import Bars
+    from slimbayes.lab.papers.reproduce import parse_seeds
+    from slimbayes.lab.papers.reproduce import reproduce as run_rows
+    from slimbayes.lab.runs.watchers import Bars
 
     execution = Execution(accelerator=accelerator, data_dir=data_dir)
     with Bars() as bars:
@@ -252,7 +252,7 @@ def reproduce(
 @config_app.command("check")
 def config_check(config: Path, overrides: Overrides = [], scale: Scale = "full") -> None:  # noqa: B006
     """Say whether a config is valid, and everything that is wrong with it."""
-    from slimbayes.lab.config_files import load
+    from slimbayes.lab.configs.files import load
 
     experiment = load(config, overrides, scale)
     typer.echo(
@@ -263,8 +263,8 @@ def config_check(config: Path, overrides: Overrides = [], scale: Scale = "full")
 @config_app.command("show")
 def config_show(config: Path, overrides: Overrides = [], scale: Scale = "full") -> None:  # noqa: B006
     """Print a config with everything it extends and every default written out."""
-    from slimbayes.lab.config_files import load
-    from slimbayes.lab.trees import dump
+    from slimbayes.lab.configs.files import load
+    from slimbayes.lab.configs.trees import dump
 
     typer.echo(dump(load(config, overrides, scale).resolved), nl=False)
 
@@ -275,7 +275,7 @@ def config_schema(
 ) -> None:
     """The JSON Schema of configs, for completion and checks in editors."""
     from slimbayes.files import write_text
-    from slimbayes.lab.config import Experiment
+    from slimbayes.lab.configs.experiment import Experiment
 
     text = json.dumps(Experiment.model_json_schema(), indent=1)
     write_text(output, text + "\n") if output else typer.echo(text)

@@ -24,7 +24,7 @@ Accelerator = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where
 
 def _allow(ctx: typer.Context, allowed: bool) -> bool:
     """Let code run as long as the command does."""
-    from slimbayes.lab.own_config import code_allowed
+    from slimbayes.lab.configs.own import code_allowed
 
     ctx.with_resource(code_allowed(allowed))
     return allowed
@@ -46,8 +46,8 @@ def init(
 ) -> None:
     """Look at data of your own and write a commented config for them."""
     from slimbayes.files import write_text
-    from slimbayes.lab.init_config import config_text, left_out
-    from slimbayes.lab.trees import ConfigError
+    from slimbayes.lab.configs.init import config_text, left_out
+    from slimbayes.lab.configs.trees import ConfigError
 
     file = output or Path(f"{data.resolve().stem or 'data'}.yaml")
     if file.exists():
@@ -68,8 +68,8 @@ def diagnose(
     allow_code: AllowCode = False,
 ) -> None:
     """Look at a run's posterior: ELBO, calibration, k-hat; of Gaussian ones spectrum, truncation, gradient noise."""
-    from slimbayes.lab.after_training import diagnose_run, diagnosis_lines
     from slimbayes.lab.execution import Execution
+    from slimbayes.lab.finished.after_training import diagnose_run, diagnosis_lines
 
     found = diagnose_run(run, Execution(accelerator=accelerator, data_dir=data_dir), draws)
     typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(diagnosis_lines(found)))
@@ -84,9 +84,9 @@ def stack(
     allow_code: AllowCode = False,
 ) -> None:
     """Weigh a run's members or components by its validation rows (stacking), and judge it again."""
-    from slimbayes.lab.after_training import stack_run, weight_lines
     from slimbayes.lab.execution import Execution
-    from slimbayes.lab.watchers import Bars, print_scores
+    from slimbayes.lab.finished.after_training import stack_run, weight_lines
+    from slimbayes.lab.runs.watchers import Bars, print_scores
 
     with Bars("stacked") as bars:
         folder, weights = stack_run(run, out, Execution(accelerator=accelerator, data_dir=data_dir), bars, draws)
@@ -109,7 +109,7 @@ def predict(
     allow_code: AllowCode = False,
 ) -> None:
     """Predict rows of your own, with uncertainty."""
-    from slimbayes.lab.predict_file import predict_file
+    from slimbayes.lab.finished.predict_file import predict_file
 
     rows = predict_file(run, inputs, output, draws, accelerator, level)
     typer.echo(f"{rows} prediction{'s' * (rows != 1)} in {output}")
@@ -124,8 +124,8 @@ def export(
     allow_code: AllowCode = False,
 ) -> None:
     """Write a run as one file that predicts without slimbayes; `slimbayes serve` takes .onnx files."""
-    from slimbayes.lab.after_training import export_run
-    from slimbayes.lab.trees import ConfigError
+    from slimbayes.lab.configs.trees import ConfigError
+    from slimbayes.lab.finished.after_training import export_run
 
     file = output or Path(f"{run.resolve().name}.{to}")
     if file.suffix != f".{to}":
@@ -206,7 +206,7 @@ def prepare(
 ) -> None:
     """Keep a set as arrays that are mapped into memory instead of read."""
     from slimbayes.data import prepare as prepare_
-    from slimbayes.lab.watchers import Bars
+    from slimbayes.lab.runs.watchers import Bars
 
     with Bars(name) as bars:
 

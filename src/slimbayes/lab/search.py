@@ -26,9 +26,9 @@ from typing import IO, TYPE_CHECKING, Any
 import yaml
 
 from slimbayes.files import write_text
-from slimbayes.lab.config import Experiment
-from slimbayes.lab.config_files import ConfigError, load, with_values
-from slimbayes.lab.run_folder import default_folder, read_curve
+from slimbayes.lab.configs.experiment import Experiment
+from slimbayes.lab.configs.files import ConfigError, load, with_values
+from slimbayes.lab.runs.folder import default_folder, read_curve
 from slimbayes.report.record import RecordError, read
 
 if TYPE_CHECKING:

@@ -1,0 +1,295 @@
+"""Data and networks of one's own in a config.
+
+data: {csv: houses.csv, target: price, test: 0.2}
+model: {python: "my_package.nets:build", args: {width: 64}}
+"""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib import import_module
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from slimbayes.data.cells import Kind
+from slimbayes.data.table_files import MOST_VALUES, Column, TableFile
+from slimbayes.errors import brief, did_you_mean
+from slimbayes.lab.configs.choices import Options
+
+
+def _no_controls(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("is no path: it holds characters that cannot be printed")
+    return text
+
+
+def _function(text: str) -> str:
+    module, _, name = text.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), name]):
+        raise ValueError("must name a function as package.module:function")
+    return text
+
+
+Path = Annotated[str, Field(min_length=1, max_length=4000), AfterValidator(_no_controls)]
+ColumnName = Annotated[str, Field(min_length=1, max_length=1000)]
+SOURCES = ("csv", "parquet", "npz", "images")
+_OF_TABLES = ("target", "header", "categories", "drop", "missing", "decimal", "dates")
+
+
+class OwnFiles(Options):
+    """Data of one's own: one of `csv`, `parquet`, `npz` and `images` instead of a known name. Paths are looked up from
+    where the command runs, then from the data folder.
+
+    Attributes:
+        csv, parquet: a table. Columns of numbers are scaled, of texts and truth values embedded as categories.
+        npz: arrays x and y, or x_train, y_train, x_test and y_test.
+        images: a folder with a folder of pictures for each class; or with two such folders, train and test.
+        target: the column that is predicted; in a table without names they are called 1, 2, ...
+        task: "classes" or "regression"; by default what the target shows: texts are classes, fractions real numbers.
+        header: whether a csv's first line has names; by default it has if none of its cells is a number.
+        categories: columns of numbers that are categories too.
+        drop: columns that are left out.
+        missing: "refuse" missing values, or "impute": numbers get their median, beside a column that says where, and
+            categories one more value, which also stands for those that training did not see.
+        decimal: what parts a number's whole from its fraction in a csv.
+        dates: "refuse" columns of dates, or "encode" them: days since 1970, and sine and cosine of the year, of the
+            week and, where there are times, of the day.
+        test: share of the rows that is tested on, where the data do not say; drawn by `seed`, or the last.
+    """
+
+    csv: Path | None = None
+    parquet: Path | None = None
+    npz: Path | None = None
+    images: Path | None = None
+    target: ColumnName | None = None
+    task: Literal["classes", "regression"] | None = None
+    header: bool | None = None
+    categories: tuple[ColumnName, ...] = ()
+    drop: tuple[ColumnName, ...] = ()
+    missing: Literal["refuse", "impute"] = "refuse"
+    decimal: Literal["point", "comma"] = "point"
+    dates: Literal["refuse", "encode"] = "refuse"
+    test: Annotated[float, Field(gt=0, lt=1)] = 0.2
+
+    @property
+    def source(self) -> tuple[str, str] | None:
+        """What kind of file the data are, and its path; None for a set with a name."""
+        return next(((kind, path) for kind in SOURCES if (path := getattr(self, kind)) is not None), None)
+
+    @property
+    def table(self) -> bool:
+        """Whether the data are a table of one's own."""
+        return self.csv is not None or self.parquet is not None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [kind for kind in SOURCES if getattr(self, kind) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are both given: data come from one of them.")
+        if self.table and self.target is None:
+            raise ValueError(f"{given[0]} needs target, the name of the column to predict.")
+        for name in () if self.table else _OF_TABLES:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is for tables: csv or parquet.")
+        for name in () if given else ("task", "test"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is for data of your own: {', '.join(SOURCES)}.")
+        return self
+
+
+# --- what the columns of a table are taken for ---
+
+FEW = 20  # whole numbers that may be classes, or may be counts
+
+
+def feature_kind(found: TableFile, column: Column, categories: Sequence[str] = (), dates: bool = False) -> Kind:
+    """Whether a column is numbers, categories or, where they are taken, dates; what is neither is refused."""
+    place = f"{found.file}, column {brief(column.name)}"
+    if column.name in categories:
+        return "word"
+    if column.kind == "date" and not dates:
+        raise ValueError(
+            f"{place} holds dates ({brief(column.odd[1])}): say data.dates: encode, turn them into numbers, such as "
+            f"days since a date, or leave it out with data.drop."
+        )
+    _refuse_signs(column, place, "name it in data.categories")
+    if column.kind == "word" and column.numbers >= column.others:
+        line, cell = column.odd
+        raise ValueError(
+            f"{place} holds numbers, but not in line {line}: {brief(cell)}. Mend it, or name the column in "
+            f"data.categories if it holds categories."
+        )
+    if column.kind == "word" and (many := _hardly_repeats(column)):
+        raise ValueError(
+            f"{place} holds {many}, too many for categories: leave it out with data.drop, or name it in "
+            f"data.categories if it is meant."
+        )
+    return column.kind
+
+
+def _hardly_repeats(column: Column) -> str:
+    """How many texts there are, if too many for categories; nothing if they repeat."""
+    rows, count = column.numbers + column.others + column.missing, len(column.values)
+    many = f"more than {MOST_VALUES:,}" if count > MOST_VALUES else str(count)
+    return f"{many} different texts in {rows:,} rows" if count > max(FEW, min(MOST_VALUES, rows / 2)) else ""
+
+
+def _refuse_signs(column: Column, place: str, unless: str) -> None:
+    """Numbers with another decimal mark, or with signs, are no categories, unless it is said that they are."""
+    if column.other_mark:
+        raise ValueError(
+            f"{place} holds {brief(column.odd[1])}, a number but for its decimal mark: set data.decimal to comma or "
+            f"point, as the file has it, or take out what parts thousands."
+        )
+    if column.dressed:
+        raise ValueError(
+            f"{place} holds {brief(column.odd[1])}, a number but for signs of money, per cent or thousands: take the "
+            f"signs out, or {unless} if these are names of things."
+        )
+
+
+def target_is_class(column: Column, path: pathlib.Path, task: str | None) -> bool:
+    """Whether a target is a class: as `task` says, or as its values show."""
+    place = f"{path}, column {brief(column.name)}, the target,"
+    if column.missing:
+        do = "drop these rows" if column.values else "choose another one (a comma at the end of each line makes one)"
+        raise ValueError(f"{place} is missing in {column.missing if column.values else 'all'} rows: {do}.")
+    if len(column.values) == 1:
+        raise ValueError(f"{place} is {brief(next(iter(column.values)))} in all rows: nothing is to be learnt.")
+    if task != "classes":
+        _refuse_signs(column, place, "say data.task: classes")
+    if task == "regression" and column.kind != "number":
+        line, cell = column.odd
+        raise ValueError(f"{place} must hold numbers for data.task: regression, got {brief(cell)} in line {line}.")
+    if task is not None:
+        return task == "classes"
+    if column.kind == "date" or (column.kind == "word" and _hardly_repeats(column)):
+        held = "dates" if column.kind == "date" else f"{_hardly_repeats(column)}, too many for classes"
+        raise ValueError(f"{place} holds {held}. Choose another column, or say data.task: classes if it is meant.")
+    if column.kind == "word" or len(column.values) == 2:
+        return True
+    if column.whole and len(column.values) <= FEW:
+        raise ValueError(
+            f"{place} holds {len(column.values)} different whole numbers, which may be classes or counts: say "
+            f"data.task: classes, or data.task: regression."
+        )
+    return False
+
+
+# --- networks ---
+
+
+class OwnCodeError(RuntimeError):
+    """Code that a config names for its network was not allowed to run, was not found, or failed."""
+
+
+class PythonNet(Options):
+    """A network that a function of one's own makes: it runs code, so only from a config that the user names.
+
+    Attributes:
+        python: "package.module:function"; modules are also looked for where the command runs.
+        args: its arguments. What the data say (inputs, outputs, classes, numbers, sizes, channels, size, vocabulary)
+            is given to arguments of these names that are not among them.
+    """
+
+    kind: Literal["code"] = "code"
+    python: Annotated[str, Field(max_length=500), AfterValidator(_function)]
+    args: dict[str, Any] = Field(default={}, max_length=1000)
+
+    def network(self, facts: Mapping[str, Any], data: str) -> Any:
+        """What the function makes of its arguments and of what the data say."""
+        if not code_is_allowed():
+            raise OwnCodeError(
+                f"The network is made by code that the run names ({self.python}), not by slimbayes. If you trust that "
+                f"code, say --allow-code."
+            )
+        return _called(self.python, self.args, facts)
+
+
+def _called(place: str, args: Mapping[str, Any], facts: Mapping[str, Any]) -> Any:
+    """What the function at "package.module:function" makes of arguments, and of those facts that it has names for."""
+    from torch import nn  # configs are checked without it
+
+    function = _found(place)
+    known = inspect.signature(function).parameters
+    given = {name: value for name, value in facts.items() if name in known} | dict(args)
+    try:
+        inspect.signature(function).bind(**given)
+    except TypeError as error:
+        raise OwnCodeError(
+            f"model.python: {place} cannot be called: {error}. model.args gives arguments; the data say "
+            f"{', '.join(facts)}."
+        ) from error
+    try:
+        made = function(**given)
+    except Exception as error:  # whatever the user's code raises, it is told where
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        told = f"{type(error).__name__}: {brief(str(error))}, in {at.filename}, line {at.lineno}"
+        raise OwnCodeError(f"model.python: {place} raised {told}.") from error
+    if not isinstance(made, nn.Module):
+        raise OwnCodeError(f"model.python: {place} must give a torch.nn.Module, got {type(made).__name__}.")
+    return made
+
+
+def _found(place: str) -> Callable[..., Any]:
+    module_name, _, name = place.partition(":")
+    here = str(pathlib.Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # at the end: what is installed cannot be replaced by a file that lies about
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # one that the user's module needs
+        raise OwnCodeError(f"model.python: there is no module {brief(error.name)}, installed or in {here}.") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value)]
+        raise OwnCodeError(f"model.python: {module_name} has no function {brief(name)}{did_you_mean(name, known)}")
+    found: Callable[..., Any] = function
+    return found
+
+
+_ALLOWED = ContextVar("_ALLOWED", default=False)
+
+
+def code_is_allowed() -> bool:
+    """Whether the user trusts files that may run code."""
+    return _ALLOWED.get()
+
+
+@contextmanager
+def code_allowed(allowed: bool = True) -> Iterator[None]:
+    """Let networks be made by code that a config names: for configs that the user has named, or trusts."""
+    token = _ALLOWED.set(allowed)
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
+def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with what follows from it: data are named by their file, tables are scaled by quantiles unless
+    something else is asked for, and {python: ...} is a kind of network.
+
+    Example:
+        >>> fill_in({"data": {"csv": "in/houses.csv"}, "model": {"python": "nets:build"}})["data"]
+        {'scaling': 'quantile', 'csv': 'in/houses.csv', 'name': 'houses'}
+    """
+    data, model = tree.get("data"), tree.get("model")
+    if isinstance(data, dict):
+        paths = [data[kind] for kind in SOURCES if isinstance(data.get(kind), str)]
+        usual = {"scaling": "quantile"} if {"csv", "parquet"} & data.keys() else {}
+        numbers = {n: str(data[n]) for n in ("target",) if isinstance(data.get(n), int)}
+        named = {"name": pathlib.PurePath(paths[0]).stem[:200] or "data"} if paths and not data.get("name") else {}
+        data = usual | data | numbers | named
+    if isinstance(model, dict) and "python" in model:
+        model = {"kind": "code"} | model
+    return {**tree} | {name: value for name, value in (("data", data), ("model", model)) if name in tree}

@@ -1,0 +1,1 @@
+"""One run: its directory, training, checkpoints, evaluation and record."""

@@ -1,0 +1,290 @@
+"""From an experiment to the record of its run, and back from a run's directory to its network.
+
+A run is a function of its config: stop it anywhere, resume it, and it ends in the same weights.
+
+inputs.json    shape, type and column names of a row, scaling, classes, vocabulary, units of real targets, likelihood,
+               and the data's facts about the network: what is needed to predict without the data
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import slimbayes as sb
+from slimbayes.data import Dataset, Split
+from slimbayes.diagnostics.check import check as check_posterior
+from slimbayes.errors import brief
+from slimbayes.files import write_json
+from slimbayes.lab.configs.experiment import Experiment
+from slimbayes.lab.configs.files import merged, parse_override, validate
+from slimbayes.lab.configs.own import code_allowed
+from slimbayes.lab.execution import Execution, leave_together, seed_everything
+from slimbayes.lab.runs import folder as run_folder
+from slimbayes.lab.runs.evaluate import check_sets, evaluate
+from slimbayes.lab.runs.predictor import Predictor, likelihood_of, plain_network, with_noise
+from slimbayes.lab.runs.training import Diverged as Diverged
+from slimbayes.lab.runs.training import Stopped as Stopped
+from slimbayes.lab.runs.training import Training
+from slimbayes.lab.runs.watchers import Bars, Ranks, Watcher
+from slimbayes.lab.tasks.intake import data_digest, open_data
+from slimbayes.lab.tasks.task import Rows, Scaling, Task, open_task, own_columns
+from slimbayes.report.record import Diagnostics, ParameterCounts, Record, RecordError, RunCost, read, write
+from slimbayes.train.likelihoods import LikelihoodName
+from slimbayes.untrusted import parse_json, read_file
+
+_TYPES = {str(t)[len("torch.") :]: t for t in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)}
+_ROWS, _PICTURES = 128, 32  # that are looked at, and of folders, whose pictures are large
+
+
+def fit(
+    experiment: Experiment,
+    folder: Path,
+    execution: Execution = Execution(),  # noqa: B008 (frozen)
+    resume: bool = False,
+    watcher: Watcher | None = None,
+    network: nn.Module | None = None,
+    dataset: Dataset | None = None,
+    judge: bool = True,
+) -> Path:
+    """Train an experiment in a run directory and evaluate it; a run that has finished is left as it is.
+
+    Args:
+        folder: the run directory (see folder.py).
+        resume: continue from the latest checkpoint, if there is one.
+        network, dataset: stand in for what the config names, for models and data of your own.
+        judge: evaluate and write the record when training is done.
+
+    Returns: the run directory.
+    """
+    if (folder / "record.json").exists() and read(folder).config_hash == experiment.hash:
+        _check_finished(experiment, folder, execution, watcher or Watcher(), dataset)
+        return folder
+    fabric = execution.fabric(experiment.train.precision)
+    fabric.launch()
+    first = fabric.global_rank == 0
+    watcher = watcher if watcher and first else Watcher()
+    with ExitStack() as stack:
+        stack.enter_context(code_allowed())  # whoever calls this has chosen the experiment
+        if first:
+            stack.enter_context(run_folder.open_run(folder, experiment, resume))
+        plain = copy.deepcopy(network)
+        with Ranks.of(fabric, folder, watcher) as ranks:
+            training = Training(experiment, folder, execution, fabric, ranks, network, dataset)
+            task, begun = training.task, (folder / "data.json").exists() or any((folder / "checkpoints").glob("step-*"))
+            if begun and (note := run_folder.check_data_of(folder, task.name, task.sha256)):
+                watcher.say(note)  # nor does it go on with other data
+            if first:
+                write_json(folder / "data.json", {"name": task.name, "sha256": task.sha256})
+            if judge:
+                check_sets(experiment.evaluate, task, execution)
+                training.predictor.asked_draws()  # refuses "exact" of networks that cannot be counted
+            training.run(resume)
+            leave_together(fabric)
+        if first:
+            write_json(folder / "cost.json", training.cost())
+            write_inputs(folder, task, training.predictor.likelihood)
+        if judge and first:  # a network that was shared among processes is read back whole
+            alone = fabric.world_size == 1
+            predictor = training.predictor if alone else load_run(folder, execution, plain, dataset)
+            write_record(folder, predictor, execution, watcher)
+        if first:
+            run_folder.seal(folder)
+    return folder
+
+
+def _check_finished(
+    experiment: Experiment, folder: Path, execution: Execution, watcher: Watcher, dataset: Dataset | None
+) -> None:
+    """Refuse to pass off a finished run as one on the data that are here."""
+    try:
+        data, splits = open_data(experiment.data, execution.data_dir, dataset)
+    except FileNotFoundError:
+        watcher.say(f"{folder} is left as it is. Its data are not here, so they were not compared.")
+        return
+    if note := run_folder.check_data_of(folder, data.name, data_digest(data, splits)):
+        watcher.say(note)
+
+
+def load_run(
+    folder: Path, execution: Execution, network: nn.Module | None = None, dataset: Dataset | None = None
+) -> Predictor:
+    """A trained run's network on its device, and its task; `network` and `dataset` as they were given to `fit`.
+
+    Data other than those it was trained on are refused.
+    """
+    experiment = run_folder.stored_experiment(folder)
+    run_folder.check_seal(folder, ["data.json", "model/manifest.json"])
+    task = open_task(experiment.data, execution.data_dir, dataset).to(execution.device)
+    run_folder.check_data_of(folder, task.name, task.sha256)
+    facts = task.fills()
+    plain = with_noise(experiment, facts, network or plain_network(experiment, facts, task.name))
+    loaded = sb.load(plain, folder / "model").to(execution.device)
+    return Predictor(experiment, loaded, task, likelihood_of(experiment, task, loaded))
+
+
+def write_inputs(folder: Path, task: Task, likelihood: LikelihoodName) -> None:
+    """Write down what a run's network takes; image folders, whose rows are files, are left out."""
+    if not isinstance(task.train, Split):
+        return
+    tensors = {"mean": task.scaling.mean, "std": task.scaling.std, "y_mean": task.y_mean, "y_std": task.y_std}
+    facts = {
+        "row": list(task.train.x.shape[1:]), "dtype": str(task.train.x.dtype).removeprefix("torch."),
+        "name": task.name, "classes": list(task.classes), "targets": list(task.train.y.shape[1:]), "real": task.real,
+        "vocabulary": task.vocabulary, "likelihood": likelihood, "fills": task.fills(), "columns": list(task.columns),
+    }  # fmt: skip
+    facts |= {"own": None if task.own is None else task.own.facts()}
+    facts |= {name: None if tensor is None else tensor.tolist() for name, tensor in tensors.items()}
+    write_json(folder / "inputs.json", facts)
+
+
+def read_predictor(folder: Path, device: torch.device) -> Predictor:
+    """A run's network, with a task that holds no rows but knows everything about them."""
+    experiment, file = run_folder.stored_experiment(folder), Path(folder) / "inputs.json"
+    run_folder.check_seal(Path(folder), ["inputs.json", "model/manifest.json"])
+    try:
+        facts = parse_json(read_file(file))
+        x = torch.zeros(0, *facts["row"], dtype=_TYPES[facts["dtype"]])
+        y = torch.zeros(0, *facts["targets"], dtype=torch.float32 if facts["real"] else torch.int64)
+        names = ("mean", "std", "y_mean", "y_std")
+        mean, std, y_mean, y_std = (None if facts[n] is None else _tensor(facts[n]) for n in names)
+        columns = tuple(map(str, facts.get("columns", ())))  # runs of before they were kept have none
+        own = own_columns(facts.get("own"))
+        plain = with_noise(experiment, facts["fills"], plain_network(experiment, facts["fills"], facts["name"]))
+    except OSError as error:
+        raise run_folder.RunError(
+            f"{folder} has no inputs.json: its training is not finished, or it is a run on image folders, which cannot "
+            f"predict files yet."
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise run_folder.RunError(
+            f"{file} is damaged: {brief(error)}. `slimbayes evaluate {folder}` writes it anew."
+        ) from error
+    network, nothing = sb.load(plain, Path(folder) / "model").to(device), Split(x, y)
+    classes, words = tuple(facts["classes"]), facts["vocabulary"]
+    task = Task(facts["name"], nothing, nothing, None, Scaling(mean, std), classes, words, y_mean, y_std, columns, own)
+    return Predictor(experiment, network, task.to(device), facts["likelihood"])
+
+
+def _tensor(numbers: Any) -> Tensor:
+    """Numbers as they were written: in float32, unless they have more digits."""
+    wide = torch.tensor(numbers, dtype=torch.float64)
+    return wide.float() if torch.equal(wide, wide.float().double()) else wide
+
+
+def evaluate_run(
+    run: Path, overrides: Sequence[str] = (), accelerator: Any = "auto", data_dir: Path | None = None, workers: int = 4
+) -> Record:
+    """Judge a trained run, with other choices for its evaluation if asked, and write its record anew."""
+    execution = Execution(accelerator=accelerator, data_dir=data_dir, workers=workers)
+    predictor = load_run(run, execution)
+    tree = predictor.experiment.resolved
+    for override in overrides:
+        if not override.strip().startswith("evaluate."):
+            raise ValueError(f"Only evaluate.* can be changed after training, got {override!r}.")
+        tree = merged(tree, parse_override(override))
+    run_folder.check_seal(run, ["metrics.csv", "cost.json"])
+    run_folder.unseal(run)
+    write_inputs(run, predictor.task, predictor.likelihood)
+    stored, predictor = predictor.experiment, predictor._replace(experiment=validate(tree, str(run)))
+    with Bars(predictor.experiment.name) as bars:
+        record = write_record(run, predictor, execution, bars, stored)
+    run_folder.seal(run)
+    return record
+
+
+def write_record(
+    folder: Path, predictor: Predictor, execution: Execution, watcher: Watcher, stored: Experiment | None = None
+) -> Record:
+    """Evaluate a trained network as its experiment asks, and write the record of the run in a directory, whose own
+    experiment is `stored`, if that was read already.
+    """
+    stored, start = stored or run_folder.stored_experiment(folder), time.perf_counter()
+    evaluations, examples = evaluate(predictor, execution, watcher)
+    seconds = time.perf_counter() - start
+    curve, counts = run_folder.read_curve(folder), sb.summary(predictor.network)
+    former: list[str] = []
+    with suppress(RecordError):
+        former = read(folder).commands
+    record = Record(
+        name=stored.name,
+        method=stored.method_text,
+        data=predictor.task.name,
+        seed=stored.seed,
+        config=stored.resolved,
+        config_hash=stored.hash,
+        commands=[*former, run_folder.command()],
+        classes=list(predictor.task.classes),
+        status="stopped early" if curve and curve[-1]["epoch"] < stored.train.epochs else "finished",
+        parameters=ParameterCounts(plain=counts.before, total=counts.after),
+        curve=curve,
+        evaluations=evaluations,
+        examples=examples,
+        environment=dict(run_folder.environment()),
+        cost=_cost(folder / "cost.json", seconds),
+        data_sha256=predictor.task.sha256,
+        diagnostics=_diagnostics(predictor, folder, curve, watcher),
+    )
+    write(folder / "record.json", record)
+    return record
+
+
+def _diagnostics(
+    predictor: Predictor, folder: Path, curve: Sequence[dict[str, float]], watcher: Watcher
+) -> Diagnostics | None:
+    """Diagnostics of a fit; whatever a network cannot do for them must not cost the record of its training."""
+    try:
+        return diagnose_fit(predictor, folder, curve)
+    except (ArithmeticError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        watcher.say(f"There are no diagnostics of this fit: {error}")
+        return None
+
+
+def _cost(file: Path, evaluate_seconds: float) -> RunCost:
+    measured: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    epochs = sorted(measured.get("epoch_seconds", ()))
+    return RunCost(
+        train_seconds=measured.get("train_seconds", float("nan")),
+        seconds_per_epoch=epochs[len(epochs) // 2] if epochs else float("nan"),
+        evaluate_seconds=evaluate_seconds,
+        peak_memory=measured.get("peak_memory"),
+    )
+
+
+# --- diagnostics after every fit, from some rows of its own ---
+
+
+def diagnose_fit(predictor: Predictor, folder: Path, curve: Sequence[dict[str, float]]) -> Diagnostics:
+    """Diagnostics of a trained network: KL, NLL and k-hat on training rows, label changes on test rows."""
+    task, experiment = predictor.task, predictor.experiment
+    seed_everything(experiment.seed, "diagnostics")
+    (x, y), (unseen, _) = (_some(rows, predictor) for rows in (task.train, task.test))
+    weight = curve[-1].get("kl_weight", 1.0) if curve else 1.0
+    found = check_posterior(
+        predictor.network, x, y, predictor.likelihood, predictor.training_noise, len(task.train), weight, unseen
+    )
+    skipped = sum(not math.isfinite(row["loss"]) for row in run_folder.read_curve(folder, "steps.csv"))
+    warnings = found.warnings
+    if skipped:
+        warnings.append(f"The loss of {skipped} steps was not finite. Lower the learning rate or clip gradients.")
+    return Diagnostics(**found.to_dict() | {"warnings": warnings}, nonfinite_steps=skipped)
+
+
+def _some(rows: Rows, predictor: Predictor) -> tuple[Tensor, Tensor]:
+    """Inputs as the network takes them and targets of a few rows, spread evenly."""
+    most = _ROWS if isinstance(rows, Split) else _PICTURES
+    index = torch.linspace(0, len(rows) - 1, min(most, len(rows))).long()
+    if isinstance(rows, Split):
+        x, y = rows.x[index.to(rows.x.device)], rows.y[index.to(rows.y.device)]
+    else:
+        x, y = torch.stack([rows[i][0] for i in index.tolist()]), rows.y[index]
+    return predictor.task.scaling(x.to(predictor.device)), y.to(predictor.device)

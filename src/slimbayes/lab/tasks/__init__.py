@@ -1,0 +1,1 @@
+"""From the data that a config names to rows that a network trains and is judged on."""
