@@ -24,8 +24,8 @@ from slimbayes.lab.runs.fit import fit, load_run
 from slimbayes.lab.tasks.intake import data_digest, open_data
 from slimbayes.lab.tasks.own_table import OwnColumns
 from slimbayes.lab.tasks.task import open_task
-from slimbayes.sklearn.base import default_method
-from slimbayes.sklearn.columns import Preparation, Table
+from slimbayes.sklearn.columns import Table
+from slimbayes.sklearn.network import default_method
 
 BASE: dict[str, Any] = {
     "name": "mine",
@@ -154,13 +154,13 @@ def test_what_was_learnt_about_a_table_survives_json(scaling: Any, missing: Any)
         draw.integers(0, 3, 90)
     ]
     frame = {"p": x[:, 0], "q": x[:, 1], "w": words, "r": x[:, 2]}
-    table = Table(["w"], missing)
-    found = Preparation.learnt(table, scaling, table.fit(frame))
-    again = Preparation.from_facts(json.loads(json.dumps(found.facts())))
-    assert np.array_equal(again(again.table.read(frame)), found(table.read(frame)))
+    table = Table(["w"], missing, scaling)
+    table.learn_scales(table.fit(frame))
+    again = Table.from_facts(json.loads(json.dumps(table.facts())))
+    assert np.array_equal(again.prepare(again.read(frame)), table.prepare(table.read(frame)))
     if (scaling, missing) == ("standard", "refuse"):
         wanted = np.column_stack([(x - x.mean(0)) / x.std(0), [" abc".index(w) for w in words]])
-        assert np.allclose(found(table.read(frame)), wanted, atol=1e-6)
+        assert np.allclose(table.prepare(table.read(frame)), wanted, atol=1e-6)
 
 
 def test_scales_are_those_of_the_training_rows(place: Path) -> None:
@@ -641,7 +641,7 @@ def test_init_takes_the_method_of_the_estimators() -> None:
     pytest.importorskip("sklearn")
     from slimbayes.lab.configs.init import _FACTORS
     from slimbayes.posteriors import config_from_dict
-    from slimbayes.sklearn.base import default_method
+    from slimbayes.sklearn.network import default_method
 
     estimators: Any = default_method(own=True)
     assert config_from_dict(yaml.safe_load(_FACTORS)) == estimators["dense.*"]

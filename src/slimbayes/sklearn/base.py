@@ -1,8 +1,11 @@
 """What the two estimators share: checks of X, splits, training, partial training and predictions.
 
-Sizes: N rows, d columns, T targets.
+loss = sum over the batch of w_i * nll_i / (B * mean w) + kl_weight * KL / sum of all w
+
+Sizes: N rows, B of a batch, d columns, T targets.
 """
 
+import copy
 import math
 import warnings
 from abc import abstractmethod
@@ -27,35 +30,17 @@ from sklearn.utils.validation import (
 from torch import nn
 
 from slimbayes.convert.convert import bayesianize
-from slimbayes.distributions.families import Normal, dropout_scale
 from slimbayes.errors import SlimbayesWarning, brief, did_you_mean
-from slimbayes.posteriors.base import Config
-from slimbayes.posteriors.configs.rank1 import Rank1
-from slimbayes.posteriors.configs.whole_modules import Ensemble
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.sklearn.columns import Missing, Preparation, Scaling, Table, is_frame
-from slimbayes.sklearn.network import TableRows, Trainer
+from slimbayes.prediction.sample import sample
+from slimbayes.sklearn.columns import Missing, Scaling, Table, is_frame
+from slimbayes.sklearn.network import TableRows, batch_size, default_method, join_equal_rows, log_likelihood
+from slimbayes.train.elbo import elbo
 from slimbayes.train.likelihoods import LikelihoodName
+from slimbayes.train.optim import param_groups
 
 _FEWEST = 40  # rows from which some are held out: fewer say little about when to stop
-
-
-def join_equal_rows(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> TableRows:
-    """Equal rows once, with their weights added: a row of weight two is a row given twice."""
-    every = np.concatenate([x, y.reshape(len(y), -1)], 1)
-    _, first, same = np.unique(every, axis=0, return_index=True, return_inverse=True)
-    return TableRows(x[first], y[first], np.bincount(same.ravel(), weight))
-
-
-def default_method(own: bool) -> Rank1 | dict[str, Config]:
-    """Rank-1 factors with wide starts and prior, and in our own networks a head of its own for each member.
-
-    Chosen by held-out likelihood on four small sets (benchmarks/tables.py --choose).
-    """
-    start, prior = Normal(1.0, 0.5), Normal(1.0, 0.3)
-    factors = Rank1(members=8, mean_init=start, prior=prior, scale_init=dropout_scale(0.05))
-    return {"dense.*": factors, "head": Ensemble(members=8)} if own else factors
 
 
 @dataclass(eq=False, repr=False)
@@ -79,7 +64,6 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     device: Any = "cpu"
     random_state: Any = None
     table_: Table = field(init=False)
-    preparation_: Preparation = field(init=False)
     network_: nn.Module = field(init=False)
     seed_: int = field(init=False)
 
@@ -112,10 +96,12 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         known = self._begin(X, y, sample_weight)
         self.seen_ = known.weight.sum()  # of all rows so far, for `partial_fit`
         kept, held = self._split(known)
-        self.__dict__.pop("trainer_", None)
+        self.__dict__.pop("optimizer_", None)
         with self._seeded():
-            trainer = self._trainer()
-            self.validation_curve_ = trainer.fit(self._rows(kept), None if held is None else self._rows(held))
+            optimizer = self._optimizer(new=True)
+            self.validation_curve_ = self._train(
+                optimizer, self._rows(kept), None if held is None else self._rows(held)
+            )
         return self._end()
 
     def _partial_fit(self, X: Any, y: Any, sample_weight: Any) -> Self:
@@ -128,11 +114,10 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             known = join_equal_rows(self._read(X, False, rows), self._code_targets(y)[rows], weight[rows])
             self.network_.float()
         with self._seeded():
-            if not hasattr(self, "trainer_"):
-                self.trainer_ = self._trainer(None if new else self.network_)
+            if not hasattr(self, "optimizer_"):
+                self.optimizer_ = self._optimizer(new)
             self.seen_ = known.weight.sum() + (0.0 if new else self.seen_)
-            self.trainer_.seen = float(self.seen_)
-            self.trainer_.epoch(self._rows(known))
+            self._epoch(self.optimizer_, self._rows(known), float(self.seen_))
             self.seed_ = int(torch.randint(2**31 - 1, ()))  # of the next part, and of predictions until then
         return self._end()
 
@@ -145,7 +130,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         weight, rows = self._weights(X, y, sample_weight)
         x = self._read(X, True, rows)
         known = join_equal_rows(x, self._learn_targets(y, weight)[rows], weight[rows])
-        self.preparation_ = Preparation.learnt(self.table_, self.scaling, known.x, self.seed_)
+        self.table_.learn_scales(known.x, self.seed_)
         return known
 
     def _end(self) -> Self:
@@ -156,14 +141,56 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         self.network_.eval()
         return self
 
-    def _trainer(self, network: nn.Module | None = None) -> Trainer:
-        """Training of a network, by default of a new one."""
-        if network is None:
-            network, part = self._network(self.preparation_.width, self.table_.sizes)
+    def _optimizer(self, new: bool) -> torch.optim.Optimizer:
+        """What trains the network, which is made if a new one is asked for."""
+        if new:
+            network, part = self._network(self.table_.width, self.table_.sizes)
             bayesianize(part, default_method(self._own) if self.method is None else self.method)
             self.network_ = network.to(self.device)
-        training = self.epochs, self.batch_size, self.lr, self.weight_decay, self.kl_weight, self.patience
-        return Trainer(self.network_, *self._meaning(), *training)
+        return torch.optim.AdamW(
+            param_groups(self.network_, self.weight_decay), lr=self.lr, weight_decay=0.0, fused=True
+        )
+
+    def _train(self, optimizer: torch.optim.Optimizer, rows: TableRows, held_out: TableRows | None) -> list[float]:
+        """Train until held-out rows have not been predicted better for `patience` epochs; returns their NLLs.
+
+        The network then has the weights of its best epoch. Without held-out rows, all epochs are run.
+        """
+        curve: list[float] = []
+        best: dict[str, torch.Tensor] = {}
+        for _ in range(self.epochs):
+            self._epoch(optimizer, rows, float(rows.weight.sum()))
+            if held_out is None:
+                continue
+            curve.append(self._nll(held_out))
+            if curve[-1] <= min(curve):
+                best = copy.deepcopy(self.network_.state_dict())
+            elif len(curve) - curve.index(min(curve)) > self.patience:
+                break
+        if best:
+            self.network_.load_state_dict(best)
+        return curve
+
+    def _epoch(self, optimizer: torch.optim.Optimizer, rows: TableRows, seen: float) -> None:
+        """Go over all rows once; the KL is shared out among the weight of all rows that were seen."""
+        likelihood, scale = self._meaning()
+        self.network_.train()
+        for batch in rows.batches(self.batch_size or batch_size(len(rows.x))):
+            outputs = sample(self.network_, batch.x)
+            share = batch.weight / rows.weight.mean()
+            nll = -(log_likelihood(likelihood, outputs, batch.y, scale).mean(0) * share).mean()
+            terms = elbo(nll, self.network_, max(1, round(seen)), self.kl_weight)
+            optimizer.zero_grad()
+            terms.loss.backward()
+            nn.utils.clip_grad_norm_(self.network_.parameters(), 1.0, error_if_nonfinite=True)
+            optimizer.step()
+
+    def _nll(self, rows: TableRows) -> float:
+        """Mean negative log-likelihood of rows under the mixture of some draws, the same at every call."""
+        likelihood, scale = self._meaning()
+        logp = predict(self.network_, rows.x, 4, likelihood=likelihood, scale=scale, seed=0).log_prob(rows.y)
+        logp = logp.sum(-1) if logp.dim() > 1 else logp
+        return float(-(logp * rows.weight).sum() / rows.weight.sum())
 
     @contextmanager
     def _seeded(self) -> Iterator[None]:
@@ -206,7 +233,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             validate_data(self, X, reset=reset, skip_check_array=True)
         if not reset:
             return self.table_.read(X, rows)
-        self.table_ = Table(self.categorical_features, self.missing)
+        self.table_ = Table(self.categorical_features, self.missing, self.scaling)
         return self.table_.fit(X, rows)
 
     def _weights(self, X: Any, y: Any, sample_weight: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -228,7 +255,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def _inputs(self, x: np.ndarray) -> torch.Tensor:
         """Numbers scaled and filled in, then codes, in the network's precision."""
         dtype = next((p.dtype for p in self.network_.parameters() if p.is_floating_point()), torch.float32)
-        return torch.as_tensor(self.preparation_(x, np.float64), dtype=dtype, device=self.device)
+        return torch.as_tensor(self.table_.prepare(x, np.float64), dtype=dtype, device=self.device)
 
     # --- predictions ---
 

@@ -31,20 +31,23 @@ def is_frame(X: Any) -> bool:
 
 @dataclass
 class Table:
-    """What was learnt about a table's columns.
+    """What was learnt about a table's columns, and what its rows become before a network sees them.
 
     Args:
         wanted: "auto" takes the columns of a DataFrame that hold texts, booleans or categories; or names or positions.
         missing: "refuse" raises on missing values and unknown categories; "impute" fills numbers with their median,
             beside a column that says where, and gives categories one more value, which unknown ones are too: a
             warning tells how many.
+        scaling: of numbers, as `scaler` says.
     """
 
     wanted: Any
     missing: Missing
+    scaling: Scaling = "none"
     names: list[str] = field(default_factory=list)
     categories: list[int] = field(default_factory=list)
     words: list[list[Any]] = field(default_factory=list)  # of each column of categories, in the order of their codes
+    steps: Any = None  # a scikit-learn pipeline, once scales are learnt, unless no column holds numbers
 
     @property
     def numbers(self) -> list[int]:
@@ -146,6 +149,66 @@ class Table:
                 f"{f' and {len(told) - 5} more' if len(told) > 5 else ''}. missing='impute' fills them in."
             )
 
+    def learn_scales(self, read: np.ndarray, seed: int = 0) -> None:
+        """Learn scales from training rows (N, d + c), as `read` gives them."""
+        count = len(self.numbers)
+        if count:
+            self.steps = scaler(self.scaling, self.missing, len(read), seed).fit(read[:, :count])
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row after scaling."""
+        count = len(self.numbers)
+        return self.steps.transform(np.zeros((1, count))).shape[1] if count else 0
+
+    def prepare(self, read: np.ndarray, dtype: Any = np.float32) -> np.ndarray:
+        """Rows (N, d + c) of `read` as the network takes them: (N, w + c)."""
+        count = len(self.numbers)
+        numbers = self.steps.transform(read[:, :count]) if count else read[:, :0]
+        return np.concatenate([numbers, read[:, count:]], 1).astype(dtype)
+
+    def facts(self) -> dict[str, Any]:
+        """All that was learnt, as JSON holds it."""
+        steps = {} if self.steps is None else self.steps.named_steps
+        facts: dict[str, Any] = {
+            "names": self.names, "missing": self.missing, "scaling": self.scaling,
+            "categories": self.categories, "words": [list(map(str, words)) for words in self.words],
+        }  # fmt: skip
+        if (one := steps.get("simpleimputer")) is not None:
+            facts |= {"fill": one.statistics_.tolist(), "gaps": one.indicator_.features_.tolist()}
+        if (one := steps.get("quantiletransformer")) is not None:
+            facts |= {"quantiles": one.quantiles_.tolist()}
+        if (one := steps.get("standardscaler")) is not None:
+            facts |= {"mean": one.mean_.tolist(), "scale": one.scale_.tolist()}
+        return facts
+
+    @classmethod
+    def from_facts(cls, facts: dict[str, Any]) -> Self:
+        """What `facts` wrote down. Steps are fitted to rows that give them their shapes, then get their numbers."""
+        learnt = list(facts["names"]), list(facts["categories"]), list(map(list, facts["words"]))
+        table = cls(facts["categories"], facts["missing"], facts["scaling"], *learnt)
+        count = len(table.numbers)
+        if not count:
+            return table
+        quantiles = np.array(facts.get("quantiles", np.zeros((2, count))), dtype=np.float64)
+        table.steps = scaler(table.scaling, table.missing, len(quantiles), 0)
+        rows = np.zeros((2, count))
+        if "fill" in facts:  # medians of themselves, and gaps where there were some
+            rows[:] = facts["fill"]
+            rows[1, facts["gaps"]] = np.nan
+        for _, step in table.steps.steps:
+            if isinstance(step, QuantileTransformer):
+                step.set_params(n_quantiles=len(quantiles)).fit(quantiles)
+                step.quantiles_ = quantiles
+            else:
+                step.fit(rows)
+            if isinstance(step, StandardScaler):
+                step.mean_, step.scale_ = np.array(facts["mean"]), np.array(facts["scale"])
+                step.var_ = step.scale_**2
+            assert not isinstance(step, SimpleImputer) or step.statistics_.tolist() == facts["fill"]
+            rows = step.transform(rows)
+        return table
+
 
 def unseen_text(unseen: Counter[str], rows: int) -> str:
     """What to say of unknown categories by column."""
@@ -194,73 +257,3 @@ def scaler(scaling: Scaling, missing: Missing, rows: int, seed: int) -> Any:
         steps.append(QuantileTransformer(n_quantiles=quantiles, output_distribution="normal", random_state=seed))
     steps.append(FunctionTransformer() if scaling == "none" else StandardScaler())
     return make_pipeline(*(steps if missing == "impute" else steps[1:]))
-
-
-@dataclass
-class Preparation:
-    """What rows of a table become before a network sees them."""
-
-    table: Table
-    scaling: Scaling
-    steps: Any  # a scikit-learn pipeline; None where no column holds numbers
-
-    @classmethod
-    def learnt(cls, table: Table, scaling: Scaling, read: np.ndarray, seed: int = 0) -> Self:
-        """Learn scales from training rows (N, d + c), as `Table.read` gives them."""
-        count = len(table.numbers)
-        steps = scaler(scaling, table.missing, len(read), seed).fit(read[:, :count]) if count else None
-        return cls(table, scaling, steps)
-
-    @property
-    def width(self) -> int:
-        """Numbers of a row after scaling."""
-        count = len(self.table.numbers)
-        return self.steps.transform(np.zeros((1, count))).shape[1] if count else 0
-
-    def __call__(self, read: np.ndarray, dtype: Any = np.float32) -> np.ndarray:
-        """Rows (N, d + c) of `Table.read` as the network takes them: (N, w + c)."""
-        count = len(self.table.numbers)
-        numbers = self.steps.transform(read[:, :count]) if count else read[:, :0]
-        return np.concatenate([numbers, read[:, count:]], 1).astype(dtype)
-
-    def facts(self) -> dict[str, Any]:
-        """All that was learnt, as JSON holds it."""
-        steps = {} if self.steps is None else self.steps.named_steps
-        facts: dict[str, Any] = {
-            "names": self.table.names, "missing": self.table.missing, "scaling": self.scaling,
-            "categories": self.table.categories, "words": [list(map(str, words)) for words in self.table.words],
-        }  # fmt: skip
-        if (one := steps.get("simpleimputer")) is not None:
-            facts |= {"fill": one.statistics_.tolist(), "gaps": one.indicator_.features_.tolist()}
-        if (one := steps.get("quantiletransformer")) is not None:
-            facts |= {"quantiles": one.quantiles_.tolist()}
-        if (one := steps.get("standardscaler")) is not None:
-            facts |= {"mean": one.mean_.tolist(), "scale": one.scale_.tolist()}
-        return facts
-
-    @classmethod
-    def from_facts(cls, facts: dict[str, Any]) -> Self:
-        """What `facts` wrote down. Steps are fitted to rows that give them their shapes, then get their numbers."""
-        learnt = list(facts["names"]), list(facts["categories"]), list(map(list, facts["words"]))
-        table = Table(facts["categories"], facts["missing"], *learnt)
-        count = len(table.numbers)
-        if not count:
-            return cls(table, facts["scaling"], None)
-        quantiles = np.array(facts.get("quantiles", np.zeros((2, count))), dtype=np.float64)
-        steps = scaler(facts["scaling"], table.missing, len(quantiles), 0)
-        rows = np.zeros((2, count))
-        if "fill" in facts:  # medians of themselves, and gaps where there were some
-            rows[:] = facts["fill"]
-            rows[1, facts["gaps"]] = np.nan
-        for _, step in steps.steps:
-            if isinstance(step, QuantileTransformer):
-                step.set_params(n_quantiles=len(quantiles)).fit(quantiles)
-                step.quantiles_ = quantiles
-            else:
-                step.fit(rows)
-            if isinstance(step, StandardScaler):
-                step.mean_, step.scale_ = np.array(facts["mean"]), np.array(facts["scale"])
-                step.var_ = step.scale_**2
-            assert not isinstance(step, SimpleImputer) or step.statistics_.tolist() == facts["fill"]
-            rows = step.transform(rows)
-        return cls(table, facts["scaling"], steps)

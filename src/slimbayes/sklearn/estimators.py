@@ -17,8 +17,8 @@ from torch import nn
 
 from slimbayes.errors import brief
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.sklearn.base import TableEstimator, join_equal_rows
-from slimbayes.sklearn.network import Noise, Targets, build
+from slimbayes.sklearn.base import TableEstimator
+from slimbayes.sklearn.network import Noise, Targets, build, join_equal_rows
 from slimbayes.train.likelihoods import LikelihoodName
 
 

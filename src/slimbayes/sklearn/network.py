@@ -1,7 +1,5 @@
-"""The network behind an estimator: one of the user's, or dense layers with embeddings of categories. And its training:
-minibatches of Adam on the ELBO, stopped where held-out rows are predicted best.
-
-loss = sum over the batch of w_i * nll_i / (B * mean w) + kl_weight * KL / sum of all w
+"""The network behind an estimator: one of the user's, or dense layers with embeddings of categories; and the rows that
+it sees.
 
 Sizes: N rows, B of a batch, d columns of numbers, c columns of codes, S draws.
 """
@@ -9,19 +7,19 @@ Sizes: N rows, B of a batch, d columns of numbers, c columns of codes, S draws.
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from slimbayes.distributions.families import Normal, dropout_scale
 from slimbayes.models.feedforward import start_kernels
+from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.configs.rank1 import Rank1
+from slimbayes.posteriors.configs.whole_modules import Ensemble
 from slimbayes.prediction.accumulate import log_at
-from slimbayes.prediction.predict import predict
-from slimbayes.prediction.sample import sample
-from slimbayes.train.elbo import elbo
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
-from slimbayes.train.optim import param_groups
 
 Noise = float | Literal["heteroscedastic", "learned"]
 Module = nn.Module | Callable[[int, int], nn.Module] | Sequence[int] | None
@@ -169,78 +167,31 @@ class TableRows(NamedTuple):
     def at(self, index: Any) -> "TableRows":
         return TableRows(self.x[index], self.y[index], self.weight[index])
 
-
-@dataclass(eq=False)
-class Trainer:
-    """A network in training, which may see its rows all at once (`fit`) or in parts (`epoch`); the estimators describe
-    the fields."""
-
-    network: nn.Module
-    likelihood: LikelihoodName
-    scale: float | Tensor  # of the noise, where it is given, or of its bounds
-    epochs: int
-    batch_size: int | None
-    lr: float
-    weight_decay: float
-    kl_weight: float
-    patience: int
-    seen: float = 0.0  # weight of all rows so far: the KL is shared out among them
-
-    def __post_init__(self) -> None:
-        groups = param_groups(self.network, self.weight_decay)
-        self.optimizer = torch.optim.AdamW(groups, lr=self.lr, weight_decay=0.0, fused=True)
-
-    def fit(self, rows: TableRows, held_out: TableRows | None) -> list[float]:
-        """Train until held-out rows have not been predicted better for `patience` epochs; returns their NLLs.
-
-        The network then has the weights of its best epoch. Without held-out rows, all epochs are run.
-        """
-        curve: list[float] = []
-        best: dict[str, Tensor] = {}
-        self.seen = float(rows.weight.sum())
-        for _ in range(self.epochs):
-            self.epoch(rows)
-            if held_out is None:
-                continue
-            curve.append(self.nll(held_out))
-            if curve[-1] <= min(curve):
-                best = copy.deepcopy(self.network.state_dict())
-            elif len(curve) - curve.index(min(curve)) > self.patience:
-                break
-        if best:
-            self.network.load_state_dict(best)
-        return curve
-
-    def epoch(self, rows: TableRows) -> None:
-        """Go over all rows once."""
-        self.network.train()
-        for batch in self._batches(rows):
-            outputs = sample(self.network, batch.x)
-            share = batch.weight / rows.weight.mean()
-            nll = -(log_likelihood(self.likelihood, outputs, batch.y, self.scale).mean(0) * share).mean()
-            terms = elbo(nll, self.network, max(1, round(self.seen)), self.kl_weight)
-            self.optimizer.zero_grad()
-            terms.loss.backward()
-            nn.utils.clip_grad_norm_(self.network.parameters(), 1.0, error_if_nonfinite=True)
-            self.optimizer.step()
-
-    def nll(self, rows: TableRows, draws: int = 4) -> float:
-        """Mean negative log-likelihood of rows under the mixture of some draws, the same at every call."""
-        found = predict(self.network, rows.x, draws, likelihood=self.likelihood, scale=self.scale, seed=0)
-        logp = found.log_prob(rows.y)
-        logp = logp.sum(-1) if logp.dim() > 1 else logp
-        return float(-(logp * rows.weight).sum() / rows.weight.sum())
-
-    def _batches(self, rows: TableRows) -> Iterator[TableRows]:
+    def batches(self, size: int) -> Iterator["TableRows"]:
         """Batches of nearly equal size in a random order: a last one of a single row would be all noise."""
-        count = len(rows.x)
-        size = batch_size(count) if self.batch_size is None else self.batch_size
-        if size >= count:
-            yield rows
+        if size >= len(self.x):
+            yield self
             return
-        order = torch.randperm(count).to(rows.x.device)
-        for index in order.tensor_split(math.ceil(count / size)):
-            yield rows.at(index)
+        order = torch.randperm(len(self.x)).to(self.x.device)
+        for index in order.tensor_split(math.ceil(len(self.x) / size)):
+            yield self.at(index)
+
+
+def join_equal_rows(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> TableRows:
+    """Equal rows once, with their weights added: a row of weight two is a row given twice."""
+    every = np.concatenate([x, y.reshape(len(y), -1)], 1)
+    _, first, same = np.unique(every, axis=0, return_index=True, return_inverse=True)
+    return TableRows(x[first], y[first], np.bincount(same.ravel(), weight))
+
+
+def default_method(own: bool) -> Rank1 | dict[str, Config]:
+    """Rank-1 factors with wide starts and prior, and in our own networks a head of its own for each member.
+
+    Chosen by held-out likelihood on four small sets (benchmarks/tables.py --choose).
+    """
+    start, prior = Normal(1.0, 0.5), Normal(1.0, 0.3)
+    factors = Rank1(members=8, mean_init=start, prior=prior, scale_init=dropout_scale(0.05))
+    return {"dense.*": factors, "head": Ensemble(members=8)} if own else factors
 
 
 def batch_size(rows: int) -> int:

@@ -24,7 +24,7 @@ from slimbayes.lab.configs.experiment import Data
 from slimbayes.lab.configs.own import feature_kind, target_is_class
 from slimbayes.lab.execution import generator
 from slimbayes.lab.tasks.own_table import OwnColumns, OwnTable, say_as_config, with_dates
-from slimbayes.sklearn.columns import Preparation, Table
+from slimbayes.sklearn.columns import Table
 from slimbayes.untrusted import check_regular
 
 _BYTES = 4 << 30  # of pictures in memory
@@ -90,7 +90,8 @@ def _table(path: Path, chosen: Data) -> OwnTable:
     target: Kind = "word" if discrete else "number"
     blocks = list(frames(path, kinds | {chosen.target: target}, found.header, found.decimal))
     whole = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
-    table = Table([name for name, kind in kinds.items() if kind == "word"], chosen.missing)
+    scaling = chosen.scaling if chosen.scaling in ("quantile", "standard") else "none"
+    table = Table([name for name, kind in kinds.items() if kind == "word"], chosen.missing, scaling)
     y, classes = _targets(whole[chosen.target], discrete)
     places = _splits([Split(torch.arange(len(y)), y)], chosen)
     try:
@@ -103,7 +104,7 @@ def _table(path: Path, chosen: Data) -> OwnTable:
     splits = {name: Split(read[part.x], part.y) for name, part in places.items()}
     passed = tuple(name for name in found.columns if name in left_out)
     columns = tuple(table.names[j] for j in [*table.numbers, *table.categories])
-    own = OwnColumns(Preparation(table, "none", None), passed, kinds, found.header, found.decimal)
+    own = OwnColumns(table, passed, kinds, found.header, found.decimal)
     return OwnTable(chosen.name, splits, classes, (), columns, own)
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -19,10 +19,9 @@ from slimbayes.data.cells import Decimal, Kind, date_columns
 from slimbayes.data.table_files import TABLES, Frame, column_names, frame_of, frames
 from slimbayes.errors import SlimbayesWarning, brief
 from slimbayes.lab.tasks.intake import check_names
-from slimbayes.sklearn.columns import Preparation, unseen_text
+from slimbayes.sklearn.columns import Table, unseen_text
 
 if TYPE_CHECKING:
-    from slimbayes.lab.configs.experiment import Data
     from slimbayes.lab.tasks.task import Task
 
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 class OwnColumns:
     """How rows of a table become the network's."""
 
-    preparation: Preparation  # codes and scales
+    table: Table  # codes and scales
     passed: tuple[str, ...]  # columns that such a table may have, and that are not looked at
     kinds: Mapping[str, Kind]  # of the columns that are read
     header: bool  # whether a file's first line has names
@@ -38,30 +37,27 @@ class OwnColumns:
 
     def fills(self) -> dict[str, Any]:
         """Arguments of networks that a table decides. Codes of categories are no inputs of a plain network."""
-        sizes = self.preparation.table.sizes
-        return {"numbers": self.preparation.width, "sizes": list(sizes)} | (
-            {} if sizes else {"inputs": self.preparation.width}
-        )
+        sizes, width = self.table.sizes, self.table.width
+        return {"numbers": width, "sizes": list(sizes)} | ({} if sizes else {"inputs": width})
 
     def facts(self) -> dict[str, Any]:
-        facts = {"preparation": self.preparation.facts(), "passed": list(self.passed), "header": self.header}
+        facts = {"preparation": self.table.facts(), "passed": list(self.passed), "header": self.header}
         return facts | {"kinds": [list(pair) for pair in self.kinds.items()], "decimal": self.decimal}
 
     @classmethod
     def from_facts(cls, facts: dict[str, Any]) -> Self:
         """What `facts` wrote down; runs of before there were dates have none."""
-        found = Preparation.from_facts(facts["preparation"])
-        words = {found.table.names[j] for j in found.table.categories}
-        kinds: dict[str, Kind] = {name: "word" if name in words else "number" for name in found.table.names}
+        found = Table.from_facts(facts["preparation"])
+        words = {found.names[j] for j in found.categories}
+        kinds: dict[str, Kind] = {name: "word" if name in words else "number" for name in found.names}
         kinds = dict(facts["kinds"]) if "kinds" in facts else kinds
         return cls(found, tuple(facts["passed"]), kinds, bool(facts["header"]), facts.get("decimal", "point"))
 
     def prepared(self, frame: Frame, unseen: Counter[str]) -> Tensor:
         """Columns as they were read, as the network takes them: float32 (n, w + c). Unknown categories that count as
         missing are added to `unseen`."""
-        table = self.preparation.table
-        read = table.read(with_dates(frame, self.kinds, table.names), unseen=unseen)
-        return torch.from_numpy(self.preparation(read))
+        read = self.table.read(with_dates(frame, self.kinds, self.table.names), unseen=unseen)
+        return torch.from_numpy(self.table.prepare(read))
 
     def rows(self, values: Mapping[str, Sequence[Any]]) -> tuple[Tensor, tuple[str, ...]]:
         """Rows of values by column's name as the network takes them, and what is to be said of them, or a ValueError
@@ -106,7 +102,7 @@ class OwnTable(Dataset):
     @property
     def named(self) -> tuple[object, ...]:
         assert self.own is not None
-        return *super().named, tuple(map(tuple, self.own.preparation.table.words))
+        return *super().named, tuple(map(tuple, self.own.table.words))
 
 
 def with_dates(frame: Frame, kinds: Mapping[str, Kind], wanted: Sequence[str] | None = None) -> Frame:
@@ -129,20 +125,18 @@ def say_as_config(error: Exception) -> str:
     return text.replace("missing='impute'", "data.missing: impute").replace("categorical_features", "data.categories")
 
 
-def scale_by_training_rows(task: Task, data: Dataset, chosen: Data) -> Task:
+def scale_by_training_rows(task: Task, data: Dataset) -> Task:
     """A task of one's own data, with real targets standardised and tables scaled, both by the training rows."""
     if task.real:
         task = _standardise_targets(task)
     if not isinstance(data, OwnTable):
         return task
     assert data.own is not None and isinstance(task.train, Split)
-    scaling: Literal["quantile", "standard", "none"] = "none"
-    if chosen.scaling in ("quantile", "standard"):
-        scaling = chosen.scaling
-    preparation = Preparation.learnt(data.own.preparation.table, scaling, task.train.x.numpy())
+    table = replace(data.own.table)
+    table.learn_scales(task.train.x.numpy())
 
     def prepared(rows: Any) -> Any:
-        return rows and Split(torch.from_numpy(preparation(rows.x.numpy())), rows.y)
+        return rows and Split(torch.from_numpy(table.prepare(rows.x.numpy())), rows.y)
 
     return replace(
         task,
@@ -150,7 +144,7 @@ def scale_by_training_rows(task: Task, data: Dataset, chosen: Data) -> Task:
         test=prepared(task.test),
         validation=prepared(task.validation),
         scaling=replace(task.scaling, mean=None, std=None),
-        own=replace(data.own, preparation=preparation),
+        own=replace(data.own, table=table),
     )
 
 

@@ -130,7 +130,7 @@ def open_task(chosen: Data, root: Path | str | None = None, dataset: Dataset | N
             scale_by_training_rows,  # needs scikit-learn, which other sets do without
         )
 
-        task = scale_by_training_rows(task, data, chosen)
+        task = scale_by_training_rows(task, data)
     for name, rows in (("train", task.train), ("validation", task.validation), ("test", task.test)):
         if rows is not None and not len(rows):
             raise ValueError(f"{data.name}: no rows are left in the {name} split; it has too few.")
