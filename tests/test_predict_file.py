@@ -17,9 +17,8 @@ from lab_configs import CPU, ONCE, call, experiment, mine, regression
 
 from slimbayes.data import table_files
 from slimbayes.lab.configs.experiment import Data
-from slimbayes.lab.finished import predict_input
-from slimbayes.lab.finished.predict_file import check_and_fit, predict_file
-from slimbayes.lab.finished.predict_input import row_blocks
+from slimbayes.lab.finished import predict_file as module
+from slimbayes.lab.finished.predict_file import check_and_fit, predict_file, row_blocks
 from slimbayes.lab.runs.fit import fit
 from slimbayes.lab.tasks.task import open_task
 
@@ -188,7 +187,7 @@ def test_pieces_give_what_the_whole_gives(
     made = []
     for index, (source, cells) in enumerate([("x.csv", 3), ("x.csv", 1 << 16), ("x.npy", 0), ("x.npz", 0)]):
         monkeypatch.setattr(table_files, "_CELLS", cells)
-        monkeypatch.setattr(predict_input, "_BYTES", 100)
+        monkeypatch.setattr(module, "_BYTES", 100)
         out = tmp_path / f"p{index}.{kind}"
         assert predict_file(run, tmp_path / source, out, 2, "cpu") == 1203
         made.append(out)
@@ -257,7 +256,7 @@ def test_cells_that_are_no_numbers_are_told_by_line(text: bytes, told: str, run:
 
 
 def test_rows_of_arrays_are_counted_from_the_first(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predict_input, "_BYTES", 120)
+    monkeypatch.setattr(module, "_BYTES", 120)
     rows = np.zeros((1000, 3), "float32")
     rows[777, 1] = np.nan
     np.save(tmp_path / "x.npy", rows)

@@ -48,12 +48,12 @@ class Doubles(Served):
             raise ValueError(f"rows: finite rows of shape {self.row} are needed.")
         return rows, ()
 
-    def predict(self, rows: np.ndarray, draws: int, level: float | None) -> dict[str, list[Any]]:
+    def predict(self, rows: np.ndarray, draws: int, level: float | None) -> dict[str, np.ndarray]:
         self.batches.append((len(rows), draws))
         time.sleep(self.seconds)
         if (rows == 13).any():
             raise FloatingPointError("thirteen")
-        return {"mean": (2 * rows[:, 0]).tolist()}
+        return {"mean": 2 * rows[:, 0]}
 
 
 def client(limits: Limits = Limits(), key: str | None = None, model: Any = None) -> TestClient:  # noqa: B008
@@ -232,7 +232,7 @@ def test_one_request_s_failure_is_not_another_s() -> None:
 def test_more_than_can_be_done_in_time_is_refused() -> None:
     found = together(Doubles(0.01), [[[1, 0.0]] * 8 for _ in range(2000)], patience=0.1)
     refused = sum(isinstance(one, Busy) for one in found)
-    assert 0 < refused < 2000 and all(isinstance(one, Busy) or one["mean"] == [2.0] * 8 for one in found)
+    assert 0 < refused < 2000 and all(isinstance(one, Busy) or list(one["mean"]) == [2.0] * 8 for one in found)
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
@@ -476,7 +476,7 @@ def test_the_command_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.Monk
     done = call("serve", str(tmp_path), "--host", "0.0.0.0")
     assert done.exit_code == 1 and "a key is needed" in done.output
     monkeypatch.delitem(sys.modules, "slimbayes.lab.finished.serve")
-    monkeypatch.delattr(sys.modules["slimbayes.lab"], "serve")
+    monkeypatch.delattr(sys.modules["slimbayes.lab.finished"], "serve")
     monkeypatch.setitem(sys.modules, "fastapi", None)
     done = call("serve", str(tmp_path))
     assert done.exit_code == 3 and 'pip install "slimbayes[serve]"' in done.output

@@ -1,5 +1,6 @@
 """Predicting the rows of a file with a finished run, from the run's directory alone: training data are not needed.
 
+Rows come block by block, never all of a large file: an array of .npy or .npz, numbers of a .csv, a table, or images.
 Predictions are columns, written block by block to a .csv, .json or .npz file that is whole or not there.
 
 Sizes: n rows of a block, N of all.
@@ -7,11 +8,15 @@ Sizes: n rows of a block, N of all.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
+import math
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,17 +25,26 @@ import torch
 from torch import Tensor
 
 from slimbayes.data import Split
+from slimbayes.data.archives import npy_header
+from slimbayes.data.cells import Allow, number_in
+from slimbayes.data.folders import ENDINGS, decode, read_square
+from slimbayes.data.table_files import cell_lines, number_blocks
 from slimbayes.files import replacing
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.finished.predict_input import regrouped, row_blocks
 from slimbayes.lab.runs.fit import read_predictor
 from slimbayes.lab.runs.predictor import Predictor
+from slimbayes.lab.tasks.intake import check_names
 from slimbayes.lab.tasks.task import Task
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.likelihoods import LIKELIHOODS
+from slimbayes.untrusted import check_regular
 
-Columns = dict[str, np.ndarray]  # names and (n,) values; labels are numbers of classes until they are written
-LABEL = "label"
+Columns = dict[str, np.ndarray]  # names and (n,) values
+# Rows of a folder. The decoder takes ENDINGS and refuses the others: to pass one over would shift all rows after it.
+_IMAGES = (*ENDINGS, ".webp", ".bmp", ".gif", ".tif", ".tiff")
+_BYTES = 1 << 22  # of a block of an array
+_TOGETHER = 64  # images of a block
+DAMAGE = (ValueError, TypeError, OSError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
 def predict_file(
@@ -47,7 +61,7 @@ def predict_file(
     classes, size = predictor.task.classes, predictor.experiment.evaluate.batch
     batches = ((x, x.new_zeros(len(x))) for x in regrouped(_rows(inputs, predictor), size))
     found = predictor.predict_batches(batches, f"the rows of {inputs}", "predict", [draws])
-    return write_columns(output, (as_columns(made[draws], classes, level) for made, _ in found), classes)
+    return write_columns(output, (as_columns(made[draws], classes, level) for made, _ in found))
 
 
 def _rows(inputs: Path, predictor: Predictor) -> Iterator[Tensor]:
@@ -61,6 +75,99 @@ def _rows(inputs: Path, predictor: Predictor) -> Iterator[Tensor]:
     for block in blocks:
         yield check_and_fit(block, task, str(inputs), first, data.allow_nonfinite)
         first += len(block)
+
+
+# --- what is read ---
+
+
+def row_blocks(
+    file: Path, columns: Sequence[str] = (), allow_nonfinite: bool = False, size: int | None = None
+) -> Iterator[Tensor]:
+    """Rows of a file: an array of .npy or of .npz (named x, or its only one), numbers of a .csv, or images.
+
+    Args:
+        columns: the training data's names, if they had any: a csv with names must have these, and gets their order.
+        size: make images squares of so many pixels, as those of training were; by default they stay as they are.
+        allow_nonfinite: take cells of a csv that are NaN or infinite.
+
+    Shape: blocks of (n, ...), at least one.
+    """
+    if not file.exists():
+        raise FileNotFoundError(f"{file} is not there.")
+    if file.is_dir() or file.suffix.lower() in _IMAGES:
+        return _image_blocks(file, decode if size is None else partial(read_square, size=size))
+    check_regular(file)
+    if file.suffix == ".csv":
+        return _csv_blocks(file, columns, "any" if allow_nonfinite else "finite")
+    if file.suffix not in (".npy", ".npz"):
+        raise ValueError(f"{file}: rows come as .npy, .npz, .csv, an image or a folder of images.")
+    return _array_blocks(file)
+
+
+def regrouped(blocks: Iterator[Tensor], size: int) -> Iterator[Tensor]:
+    """The same rows, `size` at a time."""
+    kept: Tensor | None = None
+    for block in blocks:
+        *whole, kept = (block if kept is None else torch.cat([kept, block])).split(size)
+        yield from whole
+    if kept is not None:
+        yield kept
+
+
+def _array_blocks(file: Path) -> Iterator[Tensor]:
+    with contextlib.ExitStack() as stack:
+        try:
+            stream: IO[bytes] = stack.enter_context(open(file, "rb"))
+            if file.suffix == ".npz":
+                archive = stack.enter_context(zipfile.ZipFile(stream))
+                names = [name.removesuffix(".npy") for name in archive.namelist()]
+                if "x" not in names and len(names) != 1:
+                    raise ValueError(f"it has the arrays {', '.join(names) or 'none'}, and needs one named x")
+                stream = stack.enter_context(archive.open(f"{'x' if 'x' in names else names[0]}.npy"))
+            yield from blocks_of(stream)
+        except DAMAGE as error:
+            raise ValueError(f"{file} cannot be read: {error}.") from error
+
+
+def blocks_of(stream: IO[bytes]) -> Iterator[Tensor]:
+    """The array of a .npy stream in blocks of rows."""
+    shape, fortran, dtype = npy_header(stream)
+    if dtype.hasobject or not shape or min(shape) < 0:
+        raise ValueError("an array of rows of numbers is needed")
+    rows, row = shape[0], dtype.itemsize * math.prod(shape[1:])
+    size = rows if fortran else max(1, _BYTES // max(1, row))  # whose columns come first is read at once
+    for start in range(0, max(1, rows), max(1, size)):
+        count = min(size, rows - start)
+        data = stream.read(count * row)
+        if len(data) != count * row:
+            raise ValueError(f"it ends before its last row, of {rows:,}")
+        block = np.frombuffer(data, dtype).reshape((count, *shape[1:]), order="F" if fortran else "C")
+        yield torch.from_numpy(np.array(block, dtype.newbyteorder("="), order="C"))
+    if stream.read(1):  # of an archive, this looks at the checksum too
+        raise ValueError("it goes on after its last row")
+
+
+def _image_blocks(path: Path, read: Callable[[Path], Tensor]) -> Iterator[Tensor]:
+    files = sorted(p for p in path.iterdir() if p.suffix.lower() in _IMAGES) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"{path} holds no image that ends in {', '.join(ENDINGS)}.")
+    first = read(files[0]).shape
+    for start in range(0, len(files), _TOGETHER):
+        images = [read(file) for file in files[start : start + _TOGETHER]]
+        shapes = {tuple(image.shape) for image in images} | {tuple(first)}
+        if len(shapes) > 1:
+            raise ValueError(f"{path}: images must have one size, got {sorted(shapes)[:4]}.")
+        yield torch.stack(images)
+
+
+def _csv_blocks(file: Path, columns: Sequence[str], allow: Allow) -> Iterator[Tensor]:
+    """Rows of a csv in the order of `columns`. A first line of numbers is a row, unless they are the columns' names."""
+    first = next(cell_lines(file), (1, []))[1]
+    named = columns and (set(first) == set(columns) or any(number_in(cell) is None for cell in first))
+    if named:
+        check_names(f"{file}, line 1", first, columns)
+    for block in number_blocks(file, columns if named else None, True if named else None, allow):
+        yield torch.from_numpy(block)
 
 
 # --- what a network takes ---
@@ -133,33 +240,23 @@ def as_columns(prediction: Prediction, classes: Sequence[str], level: float | No
     probs = whole("probs")
     probs = torch.stack([1 - probs, probs], 1) if probs.dim() == 1 else probs
     confidence, label = probs.max(1)
-    columns = {LABEL: label.numpy(), "confidence": confidence.numpy()}
+    names = np.array(classes or list(map(str, range(probs.shape[1]))))
+    columns = {"label": names[label.numpy()], "confidence": confidence.numpy()}
     columns |= {name: whole(name).numpy() for name in ("entropy", "aleatoric", "epistemic")}
-    return columns | {f"p({name})": probs[:, i].numpy() for i, name in enumerate(class_names(classes, probs.shape[1]))}
+    return columns | {f"p({name})": probs[:, i].numpy() for i, name in enumerate(names.tolist())}
 
 
-def as_lists(columns: Columns, classes: Sequence[str]) -> dict[str, list[Any]]:
-    """Columns as lists of plain values, labels by name."""
-    names = class_names(classes, len(columns))
-    return {k: [names[i] for i in v.tolist()] if k == LABEL else v.tolist() for k, v in columns.items()}
-
-
-def class_names(classes: Sequence[str], count: int) -> Sequence[str]:
-    """The names of classes, or their numbers where they have none."""
-    return classes or tuple(map(str, range(count)))
-
-
-def write_columns(file: Path, blocks: Iterable[Columns], classes: Sequence[str]) -> int:
+def write_columns(file: Path, blocks: Iterable[Columns]) -> int:
     """Write blocks of columns to a file, at once for whoever reads it; returns how many rows there were."""
     with replacing(file) as draft:
         if file.suffix == ".npz":
-            return _write_npz(draft, blocks, classes)
+            return _write_npz(draft, blocks)
         with open(draft, "w", encoding="utf8", newline="") as out:
             write, rows = _write_json if file.suffix == ".json" else _write_csv, 0
             for columns in blocks:
-                lists = as_lists(columns, classes)
-                write(out, list(lists), list(zip(*lists.values(), strict=True)), rows == 0)
-                rows += len(next(iter(lists.values())))
+                lines = list(zip(*(values.tolist() for values in columns.values()), strict=True))
+                write(out, list(columns), lines, rows == 0)
+                rows += len(lines)
             out.write("\n]\n" if file.suffix == ".json" else "")
             return rows
 
@@ -173,29 +270,23 @@ def _write_json(out: IO[str], names: list[str], lines: list[tuple[Any, ...]], fi
     out.write(("[" if first else ",") + text[1:-2])  # a list without its brackets
 
 
-def _write_npz(draft: Path, blocks: Iterable[Columns], classes: Sequence[str]) -> int:
+def _write_npz(draft: Path, blocks: Iterable[Columns]) -> int:
     """An archive has one column after the other, so blocks wait in a file without a name, which nothing outlives."""
-    sizes, names = [], []
+    rows, kinds = 0, dict[str, np.dtype[Any]]()
+    pieces: dict[str, list[tuple[int, int]]] = {}  # of each column, in the file: where, and how many bytes
     with tempfile.TemporaryFile(dir=draft.parent) as waiting:
         for columns in blocks:
-            names = list(columns)
-            waiting.write(np.stack([values.astype(np.float64) for values in columns.values()]).tobytes())
-            sizes.append(len(columns[names[0]]))
+            for name, values in columns.items():
+                kinds[name] = values.dtype
+                pieces.setdefault(name, []).append((waiting.tell(), values.nbytes))
+                waiting.write(values.tobytes())
+            rows += len(values)
         with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as archive:
-            for index, name in enumerate(names):
-                texts = np.array(class_names(classes, len(names))) if name == LABEL else None
+            for name, kind in kinds.items():
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as out:
-                    kind = np.dtype(np.float64) if texts is None else texts.dtype
-                    header = {"descr": kind.str, "fortran_order": False, "shape": (sum(sizes),)}
+                    header = {"descr": kind.str, "fortran_order": False, "shape": (rows,)}
                     np.lib.format.write_array_header_1_0(out, header)
-                    for values in _column(waiting, index, len(names), sizes):
-                        out.write((values if texts is None else texts[values.astype(int)]).tobytes())
-    return sum(sizes)
-
-
-def _column(waiting: IO[bytes], index: int, columns: int, sizes: Sequence[int]) -> Iterator[np.ndarray]:
-    start = 0
-    for size in sizes:
-        waiting.seek(start + 8 * size * index)
-        yield np.frombuffer(waiting.read(8 * size), np.float64)
-        start += 8 * size * columns
+                    for start, size in pieces[name]:
+                        waiting.seek(start)
+                        out.write(waiting.read(size))
+    return rows

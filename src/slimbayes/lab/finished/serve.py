@@ -40,23 +40,12 @@ from starlette.exceptions import HTTPException as StarletteError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slimbayes.errors import cut
-from slimbayes.lab.finished.serve_model import Columns, Served, open_model
+from slimbayes.lab.finished.predict_file import Columns
+from slimbayes.lab.finished.serve_model import Served, open_model
 from slimbayes.lab.finished.serve_rows import BODY, Limits, answer, asked, body_of
 
-
-class Metrics:
-    """Counts for Prometheus, of one server."""
-
-    def __init__(self) -> None:
-        self.registry = own = prometheus.CollectorRegistry()
-        told = "Requests by status, since the start"
-        self.requests = prometheus.Gauge("slimbayes_requests", told, ["status"], registry=own)
-        self.rows = prometheus.Counter("slimbayes_rows", "Rows predicted", registry=own)
-        self.seconds = prometheus.Histogram("slimbayes_seconds", "Seconds of predictions", registry=own)
-        self.waiting = prometheus.Gauge("slimbayes_waiting", "Rows times draws that wait or run", registry=own)
-
-
 _FEWEST, _MOST = 2.0, 512.0
+_BUSY = "Too many requests wait: try again soon."
 
 
 class Busy(Exception):
@@ -163,10 +152,10 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif scope["path"] != "/healthz" and not self._admitted(scope):
-            await self._refuse(send, 401, "A valid key is needed: X-API-Key.")
+            await self._refuse(scope, receive, send, 401, "A valid key is needed: X-API-Key.")
         elif self.active >= self.window and scope["path"] == "/predict":
             await asyncio.sleep(self.wait)  # who asks again at once would take the time of those let in
-            await self._refuse(send, 503, "Too many requests wait: try again soon.", (b"retry-after", b"1"))
+            await self._refuse(scope, receive, send, 503, _BUSY, {"Retry-After": "1"})
         else:
             await self._let_in(scope, receive, send)
 
@@ -195,12 +184,11 @@ class Guard:
         elif self.active + 1 >= self.window - 1:  # that few are quick says nothing of many
             self.window = min(_MOST, self.window + (1 if seconds < self.wait / 4 else 1 / self.window))
 
-    async def _refuse(self, send: Send, status: int, why: str, *headers: tuple[bytes, bytes]) -> None:
+    async def _refuse(
+        self, scope: Scope, receive: Receive, send: Send, status: int, why: str, headers: dict[str, str] | None = None
+    ) -> None:
         self.statuses[status] += 1
-        body = json.dumps({"error": why}).encode()
-        about = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
-        await send({"type": "http.response.start", "status": status, "headers": about})
-        await send({"type": "http.response.body", "body": body})
+        await JSONResponse({"error": why}, status, headers)(scope, receive, send)
 
     def _admitted(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"x-api-key"), b"")
@@ -212,7 +200,12 @@ class Guard:
 
 def build_app(model: Served, limits: Limits = Limits(), key: str | None = None) -> Guard:  # noqa: B008 (immutable)
     """The application of one model, for uvicorn or a test client."""
-    queue, metrics = Queue(model, limits.rows, limits.wait), Metrics()
+    queue, counts = Queue(model, limits.rows, limits.wait), prometheus.CollectorRegistry()
+    told = "Requests by status, since the start"
+    requests = prometheus.Gauge("slimbayes_requests", told, ["status"], registry=counts)
+    predicted = prometheus.Counter("slimbayes_rows", "Rows predicted", registry=counts)
+    seconds = prometheus.Histogram("slimbayes_seconds", "Seconds of predictions", registry=counts)
+    waiting = prometheus.Gauge("slimbayes_waiting", "Rows times draws that wait or run", registry=counts)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -227,7 +220,7 @@ def build_app(model: Served, limits: Limits = Limits(), key: str | None = None) 
     guard = Guard(app, key, limits.wait)
 
     @app.exception_handler(StarletteError)
-    async def told(request: Request, error: StarletteError) -> Response:
+    async def refusal(request: Request, error: StarletteError) -> Response:
         return JSONResponse({"error": error.detail}, error.status_code, error.headers)
 
     @app.get("/healthz")
@@ -241,10 +234,10 @@ def build_app(model: Served, limits: Limits = Limits(), key: str | None = None) 
 
     @app.get("/metrics")
     async def show() -> Response:
-        metrics.waiting.set(queue.waiting)
+        waiting.set(queue.waiting)
         for status, count in guard.statuses.items():
-            metrics.requests.labels(status).set(count)
-        return Response(prometheus.generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
+            requests.labels(status).set(count)
+        return Response(prometheus.generate_latest(counts), media_type="text/plain; version=0.0.4")
 
     @app.get("/openapi.json")
     async def interface() -> dict[str, Any]:
@@ -258,16 +251,15 @@ def build_app(model: Served, limits: Limits = Limits(), key: str | None = None) 
         try:
             found = await asyncio.wait_for(queue.ask(rows, draws, level), limits.answer)
         except Busy:
-            raise HTTPException(503, "Too many requests wait: try again soon.", {"Retry-After": "1"}) from None
+            raise HTTPException(503, _BUSY, {"Retry-After": "1"}) from None
         except TimeoutError:
             raise HTTPException(503, "The answer took too long: ask for less.", {"Retry-After": "5"}) from None
         except (ValueError, FloatingPointError) as error:
             raise HTTPException(422, cut(str(error))) from error
-        metrics.rows.inc(len(rows))
-        metrics.seconds.observe(time.perf_counter() - start)
+        predicted.inc(len(rows))
+        seconds.observe(time.perf_counter() - start)
         content, kind = answer(found, request.headers.get("accept", ""), notes)
-        told = {"X-Notes": json.dumps(notes)} if notes else None
-        return Response(content, media_type=kind, headers=told)
+        return Response(content, media_type=kind, headers={"X-Notes": json.dumps(notes)} if notes else None)
 
     return guard
 

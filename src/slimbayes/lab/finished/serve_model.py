@@ -17,7 +17,7 @@ from slimbayes.data import Split
 from slimbayes.errors import brief
 from slimbayes.lab.configs.own import OwnCodeError, code_is_allowed
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.finished.predict_file import as_columns, as_lists, check_and_fit
+from slimbayes.lab.finished.predict_file import Columns, as_columns, check_and_fit
 from slimbayes.lab.runs.fit import read_predictor
 from slimbayes.lab.runs.folder import RunError
 from slimbayes.lab.tasks.intake import check_names
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from slimbayes.lab.tasks.own_table import OwnColumns
 
 _TYPES = {"float": "float32", "double": "float64", "int64": "int64", "int32": "int32", "uint8": "uint8"}  # ONNX's
-Columns = dict[str, list[Any]]
 Named = dict[str, list[Any]]  # rows' values by column's name
 
 
@@ -84,10 +83,9 @@ class RunModel(Served):
         return check_and_fit(torch.as_tensor(rows), self.predictor.task, "rows").numpy()
 
     def predict(self, rows: np.ndarray, draws: int, level: float | None) -> Columns:
-        x, classes = torch.as_tensor(rows), self.predictor.task.classes
-        batches = [(x, x.new_zeros(len(x)))]
-        made, _ = next(self.predictor.predict_batches(batches, "the rows", "predict", [draws]))
-        return as_lists(as_columns(made[draws], classes, level), classes)
+        x = torch.as_tensor(rows)
+        made, _ = next(self.predictor.predict_batches([(x, x.new_zeros(len(x)))], "the rows", "predict", [draws]))
+        return as_columns(made[draws], self.predictor.task.classes, level)
 
 
 class ExportedModel(Served):
@@ -115,7 +113,7 @@ class ExportedModel(Served):
         return cast
 
     def predict(self, rows: np.ndarray, draws: int, level: float | None) -> Columns:
-        return {name: values.tolist() for name, values in zip(SUMMARIES, self.run(rows), strict=True)}
+        return {name: np.asarray(values, np.float64) for name, values in zip(SUMMARIES, self.run(rows), strict=True)}
 
 
 def open_onnx(file: Path) -> ExportedModel:

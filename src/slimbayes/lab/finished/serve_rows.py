@@ -20,8 +20,8 @@ import numpy as np
 from fastapi import HTTPException, Request
 
 from slimbayes.errors import brief, cut
-from slimbayes.lab.finished.predict_input import DAMAGE, blocks_of
-from slimbayes.lab.finished.serve_model import Columns, Named, Served
+from slimbayes.lab.finished.predict_file import DAMAGE, Columns, blocks_of
+from slimbayes.lab.finished.serve_model import Named, Served
 from slimbayes.untrusted import parse_json
 
 JSON, NPY, ARROW = "application/json", "application/x-npy", "application/vnd.apache.arrow.stream"
@@ -108,11 +108,12 @@ def answer(found: Columns, accept: str, notes: Sequence[str]) -> tuple[bytes, st
     wanted = [media(one) for one in accept.split(",")]
     if NPY in wanted:
         return _npy_of(found), NPY
+    lists = {name: values.tolist() for name, values in found.items()}
     if ARROW not in wanted:
-        told = {"predictions": found} | ({"notes": notes} if notes else {})
+        told = {"predictions": lists} | ({"notes": notes} if notes else {})
         return json.dumps(told, separators=(",", ":"), allow_nan=False).encode(), JSON
     arrow, out = _pyarrow(), io.BytesIO()
-    table = arrow.table(found)
+    table = arrow.table(lists)
     with arrow.ipc.new_stream(out, table.schema) as stream:
         stream.write_table(table)
     return out.getvalue(), ARROW
@@ -120,11 +121,8 @@ def answer(found: Columns, accept: str, notes: Sequence[str]) -> tuple[bytes, st
 
 def _npy_of(found: Columns) -> bytes:
     """An array (N,) with a field for each column: np.load(...)["mean"]."""
-    columns = {name: np.asarray(values) for name, values in found.items()}
-    table = np.empty(
-        len(next(iter(columns.values()))), [(name, one.dtype, one.shape[1:]) for name, one in columns.items()]
-    )
-    for name, one in columns.items():
+    table = np.empty(len(next(iter(found.values()))), [(name, one.dtype, one.shape[1:]) for name, one in found.items()])
+    for name, one in found.items():
         table[name] = one
     out = io.BytesIO()
     np.save(out, table, allow_pickle=False)
