@@ -204,41 +204,37 @@ class PythonNet(Options):
     args: dict[str, Any] = Field(default={}, max_length=1000)
 
     def network(self, facts: Mapping[str, Any], data: str) -> Any:
-        """What the function makes of its arguments and of what the data say."""
+        """What the function makes of its arguments, and of those facts of the data that it has names for."""
+        from torch import nn  # configs are checked without it
+
         if not code_is_allowed():
             raise OwnCodeError(
                 f"The network is made by code that the run names ({self.python}), not by slimbayes. If you trust that "
                 f"code, say --allow-code."
             )
-        return _called(self.python, self.args, facts)
+        function = _find_function(self.python)
+        known = inspect.signature(function)
+        given = {name: value for name, value in facts.items() if name in known.parameters} | self.args
+        try:
+            known.bind(**given)
+        except TypeError as error:
+            raise OwnCodeError(
+                f"model.python: {self.python} cannot be called: {error}. model.args gives arguments; the data say "
+                f"{', '.join(facts)}."
+            ) from error
+        try:
+            made = function(**given)
+        except Exception as error:  # whatever the user's code raises, it is told where
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            told = f"{type(error).__name__}: {brief(str(error))}, in {at.filename}, line {at.lineno}"
+            raise OwnCodeError(f"model.python: {self.python} raised {told}.") from error
+        if not isinstance(made, nn.Module):
+            raise OwnCodeError(f"model.python: {self.python} must give a torch.nn.Module, got {type(made).__name__}.")
+        return made
 
 
-def _called(place: str, args: Mapping[str, Any], facts: Mapping[str, Any]) -> Any:
-    """What the function at "package.module:function" makes of arguments, and of those facts that it has names for."""
-    from torch import nn  # configs are checked without it
-
-    function = _found(place)
-    known = inspect.signature(function).parameters
-    given = {name: value for name, value in facts.items() if name in known} | dict(args)
-    try:
-        inspect.signature(function).bind(**given)
-    except TypeError as error:
-        raise OwnCodeError(
-            f"model.python: {place} cannot be called: {error}. model.args gives arguments; the data say "
-            f"{', '.join(facts)}."
-        ) from error
-    try:
-        made = function(**given)
-    except Exception as error:  # whatever the user's code raises, it is told where
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        told = f"{type(error).__name__}: {brief(str(error))}, in {at.filename}, line {at.lineno}"
-        raise OwnCodeError(f"model.python: {place} raised {told}.") from error
-    if not isinstance(made, nn.Module):
-        raise OwnCodeError(f"model.python: {place} must give a torch.nn.Module, got {type(made).__name__}.")
-    return made
-
-
-def _found(place: str) -> Callable[..., Any]:
+def _find_function(place: str) -> Callable[..., Any]:
+    """The function at "package.module:function"."""
     module_name, _, name = place.partition(":")
     here = str(pathlib.Path.cwd())
     if here not in sys.path:

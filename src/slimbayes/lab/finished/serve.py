@@ -42,7 +42,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slimbayes.errors import cut
 from slimbayes.lab.finished.predict_file import Columns
 from slimbayes.lab.finished.serve_model import Served, open_model
-from slimbayes.lab.finished.serve_rows import BODY, Limits, answer, asked, body_of
+from slimbayes.lab.finished.serve_rows import BODY, Limits, body_of, read_request, write_answer
 
 _FEWEST, _MOST = 2.0, 512.0
 _BUSY = "Too many requests wait: try again soon."
@@ -247,7 +247,7 @@ def build_app(model: Served, limits: Limits = Limits(), key: str | None = None) 
     async def predict(request: Request) -> Response:
         start = time.perf_counter()
         body, kind = await body_of(request, limits), request.headers.get("content-type", "")
-        (rows, notes), draws, level = asked(body, kind, request.query_params, model, limits)
+        (rows, notes), draws, level = read_request(body, kind, request.query_params, model, limits)
         try:
             found = await asyncio.wait_for(queue.ask(rows, draws, level), limits.answer)
         except Busy:
@@ -258,7 +258,7 @@ def build_app(model: Served, limits: Limits = Limits(), key: str | None = None) 
             raise HTTPException(422, cut(str(error))) from error
         predicted.inc(len(rows))
         seconds.observe(time.perf_counter() - start)
-        content, kind = answer(found, request.headers.get("accept", ""), notes)
+        content, kind = write_answer(found, request.headers.get("accept", ""), notes)
         return Response(content, media_type=kind, headers={"X-Notes": json.dumps(notes)} if notes else None)
 
     return guard

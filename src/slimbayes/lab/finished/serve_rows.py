@@ -76,7 +76,7 @@ def media(kind: str) -> str:
     return kind.partition(";")[0].strip().lower()
 
 
-def asked(
+def read_request(
     body: bytes, kind: str, query: Mapping[str, str], model: Served, limits: Limits
 ) -> tuple[tuple[np.ndarray, tuple[str, ...]], int, float | None]:
     """Rows, and notes on them, draws and level of a request, from its body or its address."""
@@ -103,7 +103,7 @@ def asked(
     return checked, _draws(options, model, limits.draws), _level(options, model)
 
 
-def answer(found: Columns, accept: str, notes: Sequence[str]) -> tuple[bytes, str]:
+def write_answer(found: Columns, accept: str, notes: Sequence[str]) -> tuple[bytes, str]:
     """Predictions as Arrow or .npy if a client accepts that, or as JSON with notes, and their content type."""
     wanted = [media(one) for one in accept.split(",")]
     if NPY in wanted:

@@ -28,13 +28,12 @@ class Scores:
     """Metrics of one set of rows, in groups that take different arguments. A group that is empty is not asked for.
 
     Attributes:
-        whole: of the whole prediction; ranking: of the probability of "yes"; soft: of soft labels.
+        whole: of the whole prediction; soft: of soft labels.
         members: of each member by itself; diversity: of members, or of the first draws of a single one, to one another.
         uncertainty: means over rows.
     """
 
     whole: Metrics
-    ranking: Metrics = field(default_factory=dict)
     soft: Metrics = field(default_factory=dict)
     diversity: Metrics = field(default_factory=dict)
     uncertainty: Metrics = field(default_factory=dict)
@@ -49,8 +48,6 @@ class Scores:
         self.rows += len(target)
         for metric in self.whole.values():
             metric.update(prediction, target)
-        for metric in self.ranking.values():
-            metric.update(prediction.probs, target)
         for name, mean in self.uncertainty.items():
             mean.update(getattr(prediction, name))
         if self.diversity:
@@ -75,7 +72,7 @@ class Scores:
         """Fields of an Evaluation."""
         out = {
             "rows": self.rows,
-            "metrics": _numbers(self.whole | self.ranking | self.uncertainty | _used(self.soft)),
+            "metrics": _numbers(self.whole | self.uncertainty | _used(self.soft)),
             "members": [_numbers(scores) for scores in self.members],
             "diversity": _numbers(_used(self.diversity)),
         }
@@ -106,6 +103,8 @@ def class_scores(classes: int, bins: int, members: int, binary: bool, device: to
         "ece": metrics.ECE(bins, drop), "mce": metrics.MCE(bins, drop), "adaptive_ece": metrics.AdaptiveECE(bins),
         "classwise_ece": metrics.ClasswiseECE(classes, bins), "aurc": metrics.AURC(),
     }  # fmt: skip
+    whole |= {"top5": metrics.TopK(5)} if classes > 5 else {}
+    whole |= {"auroc": metrics.AUROC(), "aucpr": metrics.AUCPR()} if binary else {}  # of the probability of "yes"
     diversity = {
         "disagreement": metrics.Disagreement(), "normalised_disagreement": metrics.NormalisedDisagreement(),
         "kl": metrics.PairwiseKL(), "cosine": metrics.CosineSimilarity(),
@@ -115,8 +114,7 @@ def class_scores(classes: int, bins: int, members: int, binary: bool, device: to
         for _ in range(members if members > 1 else 0)
     ]
     return Scores(
-        whole=_alone(whole | ({"top5": metrics.TopK(5)} if classes > 5 else {}), device),
-        ranking=_alone({"auroc": metrics.AUROC(), "aucpr": metrics.AUCPR()} if binary else {}, device),
+        whole=_alone(whole, device),
         soft=_alone({"soft_nll": metrics.SoftLabelNLL()}, device),
         diversity=_alone(diversity, device),
         uncertainty=_alone({"entropy": GivenMean(), "epistemic": GivenMean()}, device),
