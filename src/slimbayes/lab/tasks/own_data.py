@@ -22,8 +22,8 @@ from slimbayes.data.table_files import frames, look
 from slimbayes.errors import brief, did_you_mean
 from slimbayes.lab.configs.experiment import Data
 from slimbayes.lab.configs.own import feature_kind, target_is_class
-from slimbayes.lab.execution import generator
 from slimbayes.lab.tasks.own_table import OwnColumns, OwnTable, say_as_config, with_dates
+from slimbayes.lab.tasks.task import hold_out
 from slimbayes.sklearn.columns import Table
 from slimbayes.untrusted import check_regular
 
@@ -52,19 +52,9 @@ def find_own(text: str, root: Path | str | None) -> Path:
 
 
 def _splits(found: list[Split], chosen: Data) -> dict[str, Split]:
-    """Rows to train and to test on, as they are or, of one split, in their order."""
-    if len(found) == 2:
-        return {"train": found[0], "test": found[1]}
-    (rows,) = found
-    held = round(len(rows) * chosen.test)
-    if held in (0, len(rows)):
-        raise ValueError(
-            f"data.test={chosen.test} of {len(rows)} rows leaves none to {'train' if held else 'test'} on."
-        )
-    order = torch.randperm(len(rows), generator=generator(chosen.seed, "test"))
-    if chosen.held_out == "last":
-        order = torch.arange(len(rows) - 1, -1, -1)
-    return {"train": rows.pick(order[held:].sort().values), "test": rows.pick(order[:held].sort().values)}
+    """Rows to train and to test on, as they are or, of one split, as the config says."""
+    train, test = found if len(found) == 2 else hold_out(found[0], "test", chosen.test, chosen)
+    return {"train": train, "test": test}
 
 
 # --- tables ---

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -140,7 +140,7 @@ def open_task(chosen: Data, root: Path | str | None = None, dataset: Dataset | N
 def _from_splits(data: Dataset, splits: Sequence[str], chosen: Data) -> Task:
     train, test, *named = (data.splits[name] for name in splits)
     train, test = limited(train, chosen.train_limit, chosen.seed), limited(test, chosen.test_limit, chosen.seed)
-    kept, held = (train, named[0]) if named else _hold_out(train, chosen)
+    kept, held = (train, named[0]) if named else _validation(train, chosen)
     if isinstance(kept, Split) and isinstance(test, Split):
         return _in_memory(data, kept, test, held, chosen)
     for rows in (kept, held, test):
@@ -188,7 +188,7 @@ def _table(data: Dataset, chosen: Data) -> Task:
     assert isinstance(rows, Split)
     check_index(data, chosen.split)
     index, other = split_rows(len(rows), chosen.split)
-    kept, held = _hold_out(limited(Split(rows.x[index], rows.y[index]), chosen.train_limit, chosen.seed), chosen)
+    kept, held = _validation(limited(Split(rows.x[index], rows.y[index]), chosen.train_limit, chosen.seed), chosen)
     test = limited(Split(rows.x[other], rows.y[other]), chosen.test_limit, chosen.seed)
     scaling = Scaling(*_moments(kept.x)) if chosen.scaling == "standard" else Scaling()
     mean, std = _moments(kept.y)
@@ -211,16 +211,20 @@ def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
     return wide.mean(0).float(), wide.std(0, correction=0).where(wide.amax(0) > wide.amin(0), 1.0).float()
 
 
-def _hold_out(rows: R, chosen: Data) -> tuple[R, R | None]:
+def _validation(rows: R, chosen: Data) -> tuple[R, R | None]:
+    """Rows to train on, and those held out of them if any are asked for."""
     if isinstance(chosen.validation, str):
         raise ValueError(f"{chosen.name} is one table without a split {chosen.validation!r}: give a share to hold out.")
-    held = round(len(rows) * chosen.validation)
-    if not chosen.validation:
-        return rows, None
+    return hold_out(rows, "validation", chosen.validation, chosen) if chosen.validation else (rows, None)
+
+
+def hold_out(rows: R, what: Literal["test", "validation"], share: float, chosen: Data) -> tuple[R, R]:
+    """Rows to train on and a share that is held out, drawn or the last ones, both in their order."""
+    held = round(len(rows) * share)
     if held in (0, len(rows)):
         fault = "leaves nothing to train on" if held else "holds none out"
-        raise ValueError(f"data.validation={chosen.validation} of {len(rows)} rows {fault}.")
-    order = torch.randperm(len(rows), generator=generator(chosen.seed, "validation"))
+        raise ValueError(f"data.{what}={share} of {len(rows)} rows {fault}.")
+    order = torch.randperm(len(rows), generator=generator(chosen.seed, what))
     if chosen.held_out == "last":
         order = torch.arange(len(rows) - 1, -1, -1)
     return rows.pick(order[held:].sort().values), rows.pick(order[:held].sort().values)
