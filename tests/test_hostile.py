@@ -33,8 +33,8 @@ from slimbayes.lab.configs import trees
 from slimbayes.lab.configs.files import ConfigError, load, parse_override, read_tree, validate
 from slimbayes.lab.configs.trees import merged, row_names
 from slimbayes.lab.runs.checkpoints import latest_checkpoint, save_checkpoint
-from slimbayes.lab.runs.fit import read_predictor
 from slimbayes.lab.runs.folder import RunError
+from slimbayes.lab.runs.inputs import read_predictor
 from slimbayes.lab.sweep import combinations
 from slimbayes.report import compare, write_page
 from slimbayes.report.record import RecordError, read

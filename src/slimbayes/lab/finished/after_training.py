@@ -33,8 +33,9 @@ from slimbayes.lab.configs.files import validate
 from slimbayes.lab.configs.trees import dump
 from slimbayes.lab.execution import Execution, key
 from slimbayes.lab.finished.diagnose import Case, elbo, snr, spectrum, truncation
-from slimbayes.lab.runs.fit import diagnose_fit, load_run, read_predictor, write_record
+from slimbayes.lab.runs.fit import diagnose_fit, load_run, write_record
 from slimbayes.lab.runs.folder import RunError, read_curve, seal
+from slimbayes.lab.runs.inputs import read_predictor
 from slimbayes.lab.runs.predictor import Predictor
 from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.lab.tasks.task import Task

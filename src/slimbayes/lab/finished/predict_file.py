@@ -31,7 +31,7 @@ from slimbayes.data.folders import ENDINGS, decode, read_square
 from slimbayes.data.table_files import cell_lines, number_blocks
 from slimbayes.files import replacing
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.runs.fit import read_predictor
+from slimbayes.lab.runs.inputs import read_predictor
 from slimbayes.lab.runs.predictor import Predictor
 from slimbayes.lab.tasks.intake import check_names
 from slimbayes.lab.tasks.task import Task

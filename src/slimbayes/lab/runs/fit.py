@@ -1,9 +1,6 @@
 """From an experiment to the record of its run, and back from a run's directory to its network.
 
 A run is a function of its config: stop it anywhere, resume it, and it ends in the same weights.
-
-inputs.json    shape, type and column names of a row, scaling, classes, vocabulary, units of real targets, likelihood,
-               and the data's facts about the network: what is needed to predict without the data
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ from torch import Tensor, nn
 import slimbayes as sb
 from slimbayes.data import Dataset, Split
 from slimbayes.diagnostics.check import check as check_posterior
-from slimbayes.errors import brief
 from slimbayes.files import write_json
 from slimbayes.lab.configs.experiment import Experiment
 from slimbayes.lab.configs.files import merged, parse_override, validate
@@ -31,18 +27,16 @@ from slimbayes.lab.configs.own import code_allowed
 from slimbayes.lab.execution import Execution, leave_together, seed_everything
 from slimbayes.lab.runs import folder as run_folder
 from slimbayes.lab.runs.evaluate import check_sets, evaluate
+from slimbayes.lab.runs.inputs import write_inputs
 from slimbayes.lab.runs.predictor import Predictor, likelihood_of, plain_network, with_noise
 from slimbayes.lab.runs.training import Diverged as Diverged
 from slimbayes.lab.runs.training import Stopped as Stopped
 from slimbayes.lab.runs.training import Training
 from slimbayes.lab.runs.watchers import Bars, Ranks, Watcher
 from slimbayes.lab.tasks.intake import data_digest, open_data
-from slimbayes.lab.tasks.task import Rows, Scaling, Task, open_task, own_columns
+from slimbayes.lab.tasks.task import Rows, open_task
 from slimbayes.report.record import Diagnostics, ParameterCounts, Record, RecordError, RunCost, read, write
-from slimbayes.train.likelihoods import LikelihoodName
-from slimbayes.untrusted import parse_json, read_file
 
-_TYPES = {str(t)[len("torch.") :]: t for t in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)}
 _ROWS, _PICTURES = 128, 32  # that are looked at, and of folders, whose pictures are large
 
 
@@ -130,55 +124,6 @@ def load_run(
     plain = with_noise(experiment, facts, network or plain_network(experiment, facts, task.name))
     loaded = sb.load(plain, folder / "model").to(execution.device)
     return Predictor(experiment, loaded, task, likelihood_of(experiment, task, loaded))
-
-
-def write_inputs(folder: Path, task: Task, likelihood: LikelihoodName) -> None:
-    """Write down what a run's network takes; image folders, whose rows are files, are left out."""
-    if not isinstance(task.train, Split):
-        return
-    tensors = {"mean": task.scaling.mean, "std": task.scaling.std, "y_mean": task.y_mean, "y_std": task.y_std}
-    facts = {
-        "row": list(task.train.x.shape[1:]), "dtype": str(task.train.x.dtype).removeprefix("torch."),
-        "name": task.name, "classes": list(task.classes), "targets": list(task.train.y.shape[1:]), "real": task.real,
-        "vocabulary": task.vocabulary, "likelihood": likelihood, "fills": task.fills(), "columns": list(task.columns),
-    }  # fmt: skip
-    facts |= {"own": None if task.own is None else task.own.facts()}
-    facts |= {name: None if tensor is None else tensor.tolist() for name, tensor in tensors.items()}
-    write_json(folder / "inputs.json", facts)
-
-
-def read_predictor(folder: Path, device: torch.device) -> Predictor:
-    """A run's network, with a task that holds no rows but knows everything about them."""
-    experiment, file = run_folder.stored_experiment(folder), Path(folder) / "inputs.json"
-    run_folder.check_seal(Path(folder), ["inputs.json", "model/manifest.json"])
-    try:
-        facts = parse_json(read_file(file))
-        x = torch.zeros(0, *facts["row"], dtype=_TYPES[facts["dtype"]])
-        y = torch.zeros(0, *facts["targets"], dtype=torch.float32 if facts["real"] else torch.int64)
-        names = ("mean", "std", "y_mean", "y_std")
-        mean, std, y_mean, y_std = (None if facts[n] is None else _tensor(facts[n]) for n in names)
-        columns = tuple(map(str, facts.get("columns", ())))  # runs of before they were kept have none
-        own = own_columns(facts.get("own"))
-        plain = with_noise(experiment, facts["fills"], plain_network(experiment, facts["fills"], facts["name"]))
-    except OSError as error:
-        raise run_folder.RunError(
-            f"{folder} has no inputs.json: its training is not finished, or it is a run on image folders, which cannot "
-            f"predict files yet."
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise run_folder.RunError(
-            f"{file} is damaged: {brief(error)}. `slimbayes evaluate {folder}` writes it anew."
-        ) from error
-    network, nothing = sb.load(plain, Path(folder) / "model").to(device), Split(x, y)
-    classes, words = tuple(facts["classes"]), facts["vocabulary"]
-    task = Task(facts["name"], nothing, nothing, None, Scaling(mean, std), classes, words, y_mean, y_std, columns, own)
-    return Predictor(experiment, network, task.to(device), facts["likelihood"])
-
-
-def _tensor(numbers: Any) -> Tensor:
-    """Numbers as they were written: in float32, unless they have more digits."""
-    wide = torch.tensor(numbers, dtype=torch.float64)
-    return wide.float() if torch.equal(wide, wide.float().double()) else wide
 
 
 def evaluate_run(

@@ -247,15 +247,6 @@ def _scaling(x: Tensor, kind: str) -> Scaling:
     return Scaling(mean.float().view(-1, 1, 1), std.float().view(-1, 1, 1))
 
 
-def own_columns(facts: Any) -> OwnColumns | None:
-    """How rows of a table of one's own are read, from what a run wrote down; None where it had no table."""
-    if facts is None:
-        return None
-    from slimbayes.lab.tasks.own_table import OwnColumns  # needs scikit-learn, which other runs do without
-
-    return OwnColumns.from_facts(facts)
-
-
 # --- crops of full pictures, made where they are decoded ---
 
 

@@ -1,0 +1,84 @@
+"""inputs.json: what a run's network takes, so that it predicts without the data it was trained on.
+
+It holds shape, type and column names of a row, scaling, classes, vocabulary, units of real targets, likelihood, and the
+data's facts about the network.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import slimbayes as sb
+from slimbayes.data import Split
+from slimbayes.errors import brief
+from slimbayes.files import write_json
+from slimbayes.lab.runs.folder import RunError, check_seal, stored_experiment
+from slimbayes.lab.runs.predictor import Predictor, plain_network, with_noise
+from slimbayes.lab.tasks.task import Scaling, Task
+from slimbayes.train.likelihoods import LikelihoodName
+from slimbayes.untrusted import parse_json, read_file
+
+if TYPE_CHECKING:
+    from slimbayes.lab.tasks.own_table import OwnColumns
+
+_TYPES = {str(t)[len("torch.") :]: t for t in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)}
+
+
+def write_inputs(folder: Path, task: Task, likelihood: LikelihoodName) -> None:
+    """Write down what a run's network takes; image folders, whose rows are files, are left out."""
+    if not isinstance(task.train, Split):
+        return
+    tensors = {"mean": task.scaling.mean, "std": task.scaling.std, "y_mean": task.y_mean, "y_std": task.y_std}
+    facts = {
+        "row": list(task.train.x.shape[1:]), "dtype": str(task.train.x.dtype).removeprefix("torch."),
+        "name": task.name, "classes": list(task.classes), "targets": list(task.train.y.shape[1:]), "real": task.real,
+        "vocabulary": task.vocabulary, "likelihood": likelihood, "fills": task.fills(), "columns": list(task.columns),
+    }  # fmt: skip
+    facts |= {"own": None if task.own is None else task.own.facts()}
+    facts |= {name: None if tensor is None else tensor.tolist() for name, tensor in tensors.items()}
+    write_json(folder / "inputs.json", facts)
+
+
+def read_predictor(folder: Path, device: torch.device) -> Predictor:
+    """A run's network, with a task that holds no rows but knows everything about them."""
+    experiment, file = stored_experiment(folder), Path(folder) / "inputs.json"
+    check_seal(Path(folder), ["inputs.json", "model/manifest.json"])
+    try:
+        facts = parse_json(read_file(file))
+        x = torch.zeros(0, *facts["row"], dtype=_TYPES[facts["dtype"]])
+        y = torch.zeros(0, *facts["targets"], dtype=torch.float32 if facts["real"] else torch.int64)
+        names = ("mean", "std", "y_mean", "y_std")
+        mean, std, y_mean, y_std = (None if facts[n] is None else _tensor(facts[n]) for n in names)
+        columns = tuple(map(str, facts.get("columns", ())))  # runs of before they were kept have none
+        own = own_columns(facts.get("own"))
+        plain = with_noise(experiment, facts["fills"], plain_network(experiment, facts["fills"], facts["name"]))
+    except OSError as error:
+        raise RunError(
+            f"{folder} has no inputs.json: its training is not finished, or it is a run on image folders, which cannot "
+            f"predict files yet."
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{file} is damaged: {brief(error)}. `slimbayes evaluate {folder}` writes it anew.") from error
+    network, nothing = sb.load(plain, Path(folder) / "model").to(device), Split(x, y)
+    classes, words = tuple(facts["classes"]), facts["vocabulary"]
+    task = Task(facts["name"], nothing, nothing, None, Scaling(mean, std), classes, words, y_mean, y_std, columns, own)
+    return Predictor(experiment, network, task.to(device), facts["likelihood"])
+
+
+def _tensor(numbers: Any) -> Tensor:
+    """Numbers as they were written: in float32, unless they have more digits."""
+    wide = torch.tensor(numbers, dtype=torch.float64)
+    return wide.float() if torch.equal(wide, wide.float().double()) else wide
+
+
+def own_columns(facts: Any) -> OwnColumns | None:
+    """How rows of a table of one's own are read, from what a run wrote down; None where it had no table."""
+    if facts is None:
+        return None
+    from slimbayes.lab.tasks.own_table import OwnColumns  # needs scikit-learn, which other runs do without
+
+    return OwnColumns.from_facts(facts)
