@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from slimbayes.errors import SlimbayesWarning
-from slimbayes.lab.run_commands import Accelerator, AllowCode, DataDir, diagnose, export, init, predict, stack
+from slimbayes.lab.run_commands import COMMANDS, Accelerator, AllowCode, AsJson, DataDir, RunFolder
 from slimbayes.lab.run_commands import app as data_app
 
 _CODES = {
@@ -106,7 +106,7 @@ def fit(
 
 @app.command()
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    run: RunFolder,
     draws: Annotated[str | None, typer.Option(help="Draws of each member, joined by commas: 1,4,25; or exact.")] = None,
     overrides: Overrides = [],  # noqa: B006
     data_dir: DataDir = None,
@@ -123,11 +123,8 @@ def evaluate(
     print_scores(run)
 
 
-app.command()(init)
-app.command()(diagnose)
-app.command()(stack)
-app.command()(predict)
-app.command()(export)
+for command in COMMANDS:
+    app.command()(command)
 
 
 @app.command()
@@ -165,7 +162,7 @@ def compare(
     on: Annotated[str, typer.Option(help="Rows: test, validation, corrupted, shift, ood, or a set's name.")] = "test",
     severity: Annotated[int | None, typer.Option(help="Of corrupted rows; all by default.")] = None,
     draws: Annotated[int | None, typer.Option(help="Draws of each member; the most of each run by default.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Put runs side by side, with bootstrap intervals and paired differences over seeds."""
     from rich.console import Console

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the data sets; $SLIMBAYES_DATA by default.")]
 Accelerator = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+RunFolder = Annotated[Path, typer.Argument(help="Run directory.")]
 
 
 def _allow(ctx: typer.Context, allowed: bool) -> bool:
@@ -60,9 +62,9 @@ def init(
 
 
 def diagnose(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    run: RunFolder,
     draws: Annotated[int, typer.Option(help="Draws of each member, for scores.", min=1, max=10_000)] = 16,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
     allow_code: AllowCode = False,
@@ -95,7 +97,7 @@ def stack(
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    run: RunFolder,
     inputs: Annotated[
         Path, typer.Argument(metavar="INPUT", help="Rows: .npy, .npz (array x), .csv, .parquet, images.")
     ],
@@ -116,7 +118,7 @@ def predict(
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    run: RunFolder,
     to: Annotated[Literal["onnx", "pt2"], typer.Option(help="Format: for onnxruntime, or for torch.")] = "onnx",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The file; ./<run>.<to> by default.")] = None,
     draws: Annotated[int, typer.Option(help="Draws of each member; they are in the file.", min=1, max=10_000)] = 16,
@@ -135,15 +137,12 @@ def export(
     typer.echo(f"{file}: {shape} -> {', '.join(made.outputs)}, of {made.draws} draws")
 
 
+COMMANDS = (init, diagnose, stack, predict, export)
+
 # --- slimbayes data: what sets are there, whether they are the published ones (exit code 1 if not), and their cache ---
 
 app = typer.Typer(help="Data sets on disk: list them, check them, keep them as arrays.", no_args_is_help=True)
 
-Root = Annotated[
-    Path | None,
-    typer.Option("--data-dir", envvar="SLIMBAYES_DATA", help="Folder that holds the data sets.", show_default=False),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
 Name = Annotated[
     str, typer.Argument(help='A data set, such as "mnist" or "uci/yacht"; `list` names those that are there.')
 ]
@@ -151,7 +150,7 @@ _FILES = 12  # shown of a set
 
 
 @app.command("list")
-def list_(data_dir: Root = None, as_json: AsJson = False) -> None:
+def list_(data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """Every data set that is there, with its splits."""
     from slimbayes.data import available
     from slimbayes.data.catalog import SOURCES, root_folder
@@ -175,7 +174,7 @@ def list_(data_dir: Root = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def check(name: Name, data_dir: Root = None, as_json: AsJson = False) -> None:
+def check(name: Name, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """Read a set in full and compare it with what was published; exit code 1 where it differs."""
     from slimbayes.data.catalog import inspect
 
@@ -201,7 +200,7 @@ def _report(facts: Facts) -> str:
 @app.command()
 def prepare(
     name: Name,
-    data_dir: Root = None,
+    data_dir: DataDir = None,
     out: Annotated[Path | None, typer.Option(help="Folder; <data-dir>/.slimbayes-cache/<name> by default.")] = None,
 ) -> None:
     """Keep a set as arrays that are mapped into memory instead of read."""
