@@ -16,6 +16,7 @@ import yaml
 
 from slimbayes.lab import search
 from slimbayes.lab.configs.files import ConfigError
+from slimbayes.lab.runs import process
 from slimbayes.lab.search import Run, epochs, kept_value, optuna_objective, tune_trainable
 
 optuna = pytest.importorskip("optuna")
@@ -149,7 +150,7 @@ def test_a_real_trial_is_pruned_and_leaves_a_checkpoint(
     tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rate of 1e-7 leaves it at chance: it is stopped long before its thousand epochs."""
-    monkeypatch.setattr(search, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": forks.Popen}))
+    monkeypatch.setattr(process, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": forks.Popen}))
     config.write_text(yaml.safe_dump(BASE | {"train": BASE["train"] | {"epochs": 1000}}))
     study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=1.0))
     space = lambda trial: {"train.optimizer.lr": trial.suggest_categorical("lr", [1e-7])}  # noqa: E731

@@ -18,10 +18,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from slimbayes.lab import search as launch
 from slimbayes.lab.command import app
 from slimbayes.lab.configs.files import ConfigError, load, validate
-from slimbayes.lab.search import Run, train
+from slimbayes.lab.runs import process as launch
+from slimbayes.lab.runs.process import Run, train
 from slimbayes.lab.sweep import combinations, sweep, visible_gpus
 from slimbayes.report.record import read
 
@@ -284,6 +284,15 @@ def test_a_checkpoint_that_is_kept_is_there(tmp_path: Path) -> None:
     assert launch._outcome(run, launch.STOPPED) == ("stopped", "was asked to stop; there is no checkpoint yet")
     (run.folder / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert launch._outcome(run, launch.STOPPED) == ("stopped", "was asked to stop; its checkpoint is kept")
+
+
+def test_a_name_that_looks_like_a_number_reaches_the_run_as_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run,) = combinations(write(tmp_path), tmp_path / "out", overrides=["name='1e3'"])
+    monkeypatch.setattr(launch, "COMMAND", ("false",))
+    train(run)
+    assert load(run.folder / "config.yaml").hash == run.experiment.hash
 
 
 def swept(folder: Path) -> None:

@@ -7,7 +7,7 @@ finished/    a finished run in use: predict, serve, export, stack, diagnose
 papers/      tables and figures of papers: their rows are configs, ours beside theirs
 
 command.py, run_commands.py    the command line            execution.py    devices, processes, seeds of a run
-sweep.py                       many runs                   search.py       runs for sweeps, Optuna and Ray Tune
+sweep.py                       many runs                   search.py       Optuna and Ray Tune over runs
 
 Each folder knows those above it.
 """

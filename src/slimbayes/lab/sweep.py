@@ -32,7 +32,7 @@ from slimbayes.errors import brief, cut
 from slimbayes.lab.configs.files import ConfigError, load, parse_override, read_tree, with_values
 from slimbayes.lab.configs.trees import row_names
 from slimbayes.lab.execution import signals_to
-from slimbayes.lab.search import Run, train
+from slimbayes.lab.runs.process import Run, train
 
 _UNNAMED = ("seed", "data.name")  # runs that differ by these alone share a name: reports tell them apart
 _COLOURS = {"finished": "green", "skipped": "dim", "failed": "red", "stopped": "yellow", "left": "yellow"}

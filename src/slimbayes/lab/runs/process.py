@@ -1,0 +1,146 @@
+"""A run in a process of its own, as sweeps and searches start it: `slimbayes fit ... --resume`.
+
+That command leaves a finished run alone and continues an unfinished one, so any call that sees a run's directory may
+start it, as often as it likes. Whether the run has finished is read there; a lock there says whether a call is at work.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from slimbayes.files import write_text
+from slimbayes.lab.configs.experiment import Experiment
+from slimbayes.lab.configs.trees import dump
+from slimbayes.lab.runs.folder import default_folder
+from slimbayes.report.record import RecordError, read
+
+COMMAND = (sys.executable, "-m", "slimbayes.lab.command")
+STARTS = 3  # of a run that signals kill
+STOPPED = 143  # exit code of a run that was asked to stop and left a checkpoint
+GRACE = 60.0  # seconds that a run gets to write its checkpoint when it is asked to stop
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: what it differs by in words, its experiment, and the folder of all run directories."""
+
+    told: str
+    experiment: Experiment
+    out: Path
+
+    @property
+    def folder(self) -> Path:
+        return default_folder(self.experiment, self.out)
+
+    @property
+    def state(self) -> str:
+        """How far it is: finished, unfinished or new."""
+        with suppress(RecordError):
+            if read(self.folder).config_hash == self.experiment.hash:
+                return "finished"
+        return "unfinished" if (self.folder / "environment.json").exists() else "new"
+
+    @contextmanager
+    def claimed(self) -> Iterator[IO[str] | None]:
+        """Hold the run; None where another call does. A call that dies lets go of it when its process has ended."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / ".claim", "a") as claim:
+            try:
+                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield None
+            else:
+                yield claim
+
+
+def train(
+    run: Run,
+    words: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    wanted: Callable[[], bool] = lambda: True,
+) -> tuple[str, str]:
+    """Train a run unless it has finished or another call holds it; returns its state, and why it did not finish.
+
+    Args:
+        words: further words of the `slimbayes fit` command.
+        environment: variables to set for it.
+        wanted: asked again and again; once it says no, the run is asked to stop.
+    """
+    try:
+        with run.claimed() as claim:
+            if run.state == "finished":
+                return "skipped", ""
+            if claim is None:
+                return "running", "another call is at work on it"
+            write_text(run.folder / "config.yaml", dump(run.experiment.resolved))
+            _say(run, "running")
+            for start in range(STARTS):
+                process = _process(run, words, os.environ | dict(environment or {}), claim)
+                state, reason = _outcome(run, _wait(process, wanted))
+                if not reason.startswith("was killed"):
+                    break
+                _say(run, f"{reason}, started again" if start < STARTS - 1 else reason)
+    except OSError as error:
+        state, reason = "failed", str(error)
+    _say(run, state)
+    return state, reason
+
+
+def _process(run: Run, words: Sequence[str], environment: Mapping[str, str], claim: IO[str]) -> subprocess.Popen[bytes]:
+    line = ["fit", str(run.folder / "config.yaml"), "--out", str(run.folder), "--resume", *words]
+    # The kernel asks the run to stop when this call is gone, however it went.
+    tied = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
+    with open(run.folder / "log.txt", "ab") as log:
+        log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} slimbayes {' '.join(line)}\n".encode())
+        log.flush()
+        return subprocess.Popen(
+            [*tied, *COMMAND, *line], env={**environment, "TYPER_STANDARD_TRACEBACK": "1"},
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=[claim.fileno()],
+        )  # fmt: skip
+
+
+def _wait(process: subprocess.Popen[bytes], wanted: Callable[[], bool]) -> int:
+    """Wait for a run's end, or ask it to stop; returns its exit code."""
+    go_on = True
+    try:
+        while process.poll() is None and go_on:
+            time.sleep(0.1)
+            go_on = wanted()
+    finally:
+        process.terminate()  # no effect on one that has ended
+        try:
+            code = process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+    return code if go_on or code == 0 else STOPPED
+
+
+def _outcome(run: Run, code: int) -> tuple[str, str]:
+    """A run's state by the exit code of its command, and why it did not finish."""
+    if code == 0 and run.state == "finished":
+        return "finished", ""
+    if code == STOPPED:
+        kept = any((run.folder / "checkpoints").glob("step-*"))
+        return "stopped", f"was asked to stop; {'its checkpoint is kept' if kept else 'there is no checkpoint yet'}"
+    if code < 0:
+        memory = ", perhaps for want of memory" if code == -signal.SIGKILL else ""
+        return "failed", f"was killed by {signal.Signals(-code).name}{memory}"
+    log = run.folder / "log.txt"
+    said = [line.strip() for line in log.read_text(encoding="utf8", errors="replace").splitlines()]
+    return "failed", f"{[line for line in said if line][-1][:300]} ({log})"
+
+
+def _say(run: Run, state: str) -> None:
+    print(f"{run.folder.name}: {state}", file=sys.stderr, flush=True)
