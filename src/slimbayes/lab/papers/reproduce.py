@@ -13,7 +13,6 @@ fails is named in the table and does not stop the others.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 
 from slimbayes.data.uci import standard_splits
 from slimbayes.errors import brief
-from slimbayes.files import write_text
+from slimbayes.files import write_json
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.finished.diagnose import Case, diagnose
 from slimbayes.lab.papers.rows import PaperRow, Scale, find
@@ -156,7 +155,7 @@ def _diagnosed(row: PaperRow, case: Case, out: Path, stem: str, digest: str) -> 
             file.parent.mkdir(exist_ok=True)
             mine, details = diagnose(name, replace(case, picture=file.with_suffix(".png")))
             found = {**key, "numbers": mine, "details": details}
-            write_text(file, json.dumps(found, indent=1) + "\n")
+            write_json(file, found)
         numbers |= found["numbers"]
         files += [str(path.relative_to(out)) for path in (file, file.with_suffix(".png")) if path.exists()]
     return numbers, tuple(files)

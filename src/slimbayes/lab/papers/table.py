@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from slimbayes.data import CORRUPTIONS
-from slimbayes.files import write_text
+from slimbayes.files import write_json, write_text
 from slimbayes.lab.configs.experiment import Experiment
 from slimbayes.lab.papers.rows import UNITS, PaperRow, Scale, claim_lines
 from slimbayes.metrics.corruption import ALEXNET, ALEXNET_CLEAN, corruption_errors
@@ -92,7 +91,7 @@ class Reproduction:
     def write(self, out: Path) -> None:
         """Write both files into a folder."""
         found = self.summary()
-        write_text(out / "table.json", json.dumps(found, indent=1) + "\n")
+        write_json(out / "table.json", found)
         write_text(out / "table.md", markdown(found))
 
     def summary(self) -> dict[str, Any]:
