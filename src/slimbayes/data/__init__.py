@@ -11,7 +11,11 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    names = {} if name.startswith("_") else vars(import_module(f"{__name__}.api"))
+    names: dict[str, Any] = {}
+    if name == "__all__" or not name.startswith("_"):
+        found = vars(import_module(f"{__name__}.api"))
+        names = {public: value for public, value in found.items() if not public.startswith("_")}
+        names["__all__"] = list(names)
     if name not in names:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = names[name]
@@ -19,5 +23,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    names = import_module(f"{__name__}.api")
-    return sorted({*globals(), *(name for name in vars(names) if not name.startswith("_"))})
+    return sorted({*globals(), *__getattr__("__all__")})
