@@ -126,6 +126,18 @@ def test_importing_the_command_imports_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_tables_are_looked_at_without_torch_and_scikit_learn(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text("size,price\n" + "".join(f"{i}.5,{i}\n" for i in range(40)))
+    code = """
+import sys
+from slimbayes.lab.command import app
+app(["init", "mine.csv"], standalone_mode=False)
+print([name for name in ("torch", "sklearn") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "[]" and (tmp_path / "mine.yaml").exists()
+
+
 @pytest.mark.slow
 def test_check_of_the_real_mnist() -> None:
     if not (REAL / "mnist").is_dir():
