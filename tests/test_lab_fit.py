@@ -307,7 +307,11 @@ def test_names_are_no_markup(name: str, tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_missing_gpu_is_told(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(BASE))
-    assert call("fit", tmp_path / "c.yaml", "--out", tmp_path / "run", "--accelerator", "cuda").exit_code in (1, 2)
+    done = call("fit", tmp_path / "c.yaml", "--out", tmp_path / "run", "--accelerator", "cuda")
+    assert done.exit_code == 1 and "no GPU" in done.output and not (tmp_path / "run").exists()
+    for words in (["evaluate"], ["diagnose"], ["export"], ["predict", tmp_path / "x.csv", "-o", tmp_path / "p.csv"]):
+        done = call(words[0], tmp_path / "run", *words[1:], "--accelerator", "cuda")  # not on another device in silence
+        assert done.exit_code == 1 and "no GPU" in done.output
 
 
 # Deep ensembles

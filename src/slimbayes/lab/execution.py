@@ -60,6 +60,12 @@ class Execution:
     tensorboard: bool = False
     data_dir: Path | None = None
 
+    def __post_init__(self) -> None:
+        if self.accelerator == "cuda" and not torch.cuda.is_available():
+            raise ValueError("There is no GPU that torch can use here: leave --accelerator at auto, or say cpu.")
+        if self.devices < 1:
+            raise ValueError(f"--devices must be at least 1, got {self.devices}.")
+
     @property
     def device(self) -> torch.device:
         """Where a single process computes."""
@@ -69,10 +75,6 @@ class Execution:
         """The process group, devices and number format of a run."""
         from lightning_fabric import Fabric
 
-        if self.accelerator == "cuda" and not torch.cuda.is_available():
-            raise ValueError("There is no GPU that torch can use here: leave --accelerator at auto, or say cpu.")
-        if self.devices < 1:
-            raise ValueError(f"--devices must be at least 1, got {self.devices}.")
         if self.devices * self.nodes > 1:
             self._meet()
         for name in ("lightning_fabric", "lightning.fabric"):
