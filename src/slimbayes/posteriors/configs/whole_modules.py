@@ -39,8 +39,8 @@ class Ensemble(Config):
             It is not part of the config's JSON. The lab gives it for the networks of its configs.
         jitter: standard deviation of the noise on copied parameters, relative to their root mean square.
         execution: "loop" runs members one after another, "batched" all at once through torch.vmap, "auto" batched where
-            that was measured to be faster (benchmarks/ensembles.py): many members made of plain dense layers (faster
-            with 20, not with 5; it switches at 16).
+            that was measured to be faster (results/benchmarks/ensembles_h200.json): many members made of plain dense
+            layers (faster with 20, not with 5; it switches at 16).
 
     Example:
         >>> import slimbayes as sb, torch
