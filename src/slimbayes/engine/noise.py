@@ -259,7 +259,8 @@ def _(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
 
 def _eager_normal(shape: Sequence[int], device: torch.device, dtype: torch.dtype, **generator: Any) -> Tensor:
     """torch.randn, past a compiler, whose own calls Philox for each number: that takes four times as long on a GPU, and
-    seven on a CPU (140,000 numbers).
+    seven on a CPU (140,000 numbers). A generator in plain torch, Threefry or a hash, would halve randn's time on a CPU,
+    but in a whole loss the compiler then works for minutes: it writes out again what rounds have in common.
     """
     if torch.compiler.is_compiling() and not is_exporting():
         return _compiled_normal(shape, device, dtype)
