@@ -1,5 +1,6 @@
 """Faults met by a sceptical user of models nobody here wrote: each against written-out weights or a slow answer."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -290,3 +291,46 @@ def test_parts_made_by_fx_stay_and_the_rest_is_converted(config: Any) -> None:
         )
         with pytest.raises(ValueError, match="a module of torch.fx"):
             sb.bayesianize(Net(lambda net, x: net.part(x), part=part), config, include="part")
+
+
+class Wired(nn.Module):
+    """A cell of a type nobody knows that reads its parameters from a dict of its own, as liquid networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.params = {"w": self.w}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.params["w"] @ self.v
+
+
+@pytest.mark.parametrize("config", [sb.MeanField(), sb.BatchEnsemble(members=3), sb.Rank1()])
+def test_weights_that_a_layer_reads_from_a_dict_of_its_own_are_told(config: Any) -> None:
+    net = sb.bayesianize(nn.Sequential(Wired(), nn.Linear(4, 3)), config)
+    with pytest.warns(UserWarning, match=r"never called: 0\.w\. 0\.w was not read as an attribute of its layer"):
+        sb.sample(net, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sb.sample(sb.bayesianize(Remembers(), config), X, torch.ones(5, 1, dtype=torch.bool), fold=False)
+
+
+def charge(net: Any, x: Tensor) -> Tensor:
+    """Neurons that fire when they have met enough: the first calls show nothing of what they keep."""
+    met = net.a(x).abs() * 0.1
+    net.charge = met if net.charge is None else net.charge + met
+    return net.b((net.charge > 1).to(x))
+
+
+@pytest.mark.parametrize("config", [sb.MeanField(scale_init=0.3), sb.BatchEnsemble(members=2)])
+@torch.no_grad()
+def test_states_that_show_only_after_some_calls_are_those_of_one_draw(config: Any) -> None:
+    net = sb.bayesianize(Net(charge, charge=None), config)
+    with sb.frozen(net, draws=2):
+        plain = [sb.write_out(net, j) for j in range(sb.members(net) * 2)]
+        with pytest.warns(UserWarning, match="it keeps 'charge' from one call for the next"):
+            sb.sample(net, X)
+        [one(X) for one in plain]
+        for _ in range(30):
+            torch.testing.assert_close(sb.sample(net, X), torch.stack([one(X) for one in plain]))
+    assert net.charge.shape == (5, 8) and net.charge.max() > 1

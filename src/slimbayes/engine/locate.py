@@ -237,13 +237,15 @@ def warn_of_unused(posteriors: Sequence[Any], done: passes.Pass, function: Any =
     if isinstance(function, nn.Module) and any("_orig_mod" in m._modules for m in passes.modules_of(function)):
         return  # compiled code leaves no trace in `met`
     posteriors[0].noticed = True
-    silent = [p for p in posteriors if p.layer is not None and p.layer.bayes_key not in done.met]
+    silent = [p for p in posteriors if p.layer is not None and p.layer.trace_of(p) not in done.met]
     for posterior in silent:
         posterior.note = "did not run in the first pass"
     if silent:
         names = ", ".join(p.name or "the model itself" for p in silent[:8])
         names += f" and {len(silent) - 8} more" if len(silent) > 8 else ""
         what = "Their posteriors have no part in predictions. Exclude them, unless another mode of the model uses them."
+        if kept := [p.name for p in silent if p.layer.bayes_key in done.met]:
+            what = f"{kept[0]} was not read as an attribute of its layer, which did run (or not at all). {what}"
         if any(map(calls_layers, leaves_of(out))):
             what = "What it returned calls them later, when each draws anew: compute that in forward, or use frozen."
         warnings.warn(f"slimbayes converted layers that the first pass never called: {names}. {what}", stacklevel=5)

@@ -80,7 +80,8 @@ class Pass:
         self.substitutes: dict[
             tuple[str, str], Tensor | None
         ] = {}  # weights that a layer's own forward reads instead of its own
-        self.met: dict[str, None] = {}  # keys of layers that have run, in any call
+        # Of layers that have run, in any call: their keys, and, where their own forward reads weights, which it read.
+        self.met: dict[Any, None] = {}
         self.drawn_yet = False  # whether a layer has used its draw in this call
         self.shared: dict[int, tuple[Any, Any]] | None = (
             None  # modules that run once for all draws while none has been used

@@ -88,6 +88,10 @@ class AnyLayer(BayesLayer):
             found.append(Site(name, *sizes, bool(bias), name, shape, bias_in=bias, whole=True, **how))
         return found
 
+    def trace_of(self, posterior: Any) -> Any:
+        """Its forward may have the weight from elsewhere, such as a list of its own: that it ran is not enough."""
+        return self.bayes_key, next(name for name, own in self.posterior.items() if own is posterior)
+
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         weight, bias_name = own_value(self, site), bias_of(self, site)
         bias = own_value(self, bias_name) if bias_name else None
@@ -112,6 +116,7 @@ class AnyLayer(BayesLayer):
     def _through(self, posterior: Any, args: Any, kwargs: Any) -> Any:
         """Dropout on the first floating input."""
         found, linear, arrays = posterior.current, self.linear_map(self.drawn_names[0]), arrays_of((args, kwargs))
+        found.met.update(dict.fromkeys((self.bayes_key, name) for name in self.drawn_names))
         place = next((i for i, a in enumerate(arrays) if a.is_floating_point()), None)
         if place is None:
             return self.plain_forward(args, kwargs)

@@ -42,6 +42,10 @@ class Converted(nn.Module):
         """Those of the module itself."""
         return list(self.posterior.values())
 
+    def trace_of(self, posterior: Any) -> Any:
+        """What a pass notes where it used this posterior."""
+        return self.bayes_key
+
     @classmethod
     def may_hold_rows(cls, dim: int, ndim: int) -> bool:
         """Whether a dimension of the first input, which has `ndim` of them, can hold rows."""
@@ -194,6 +198,8 @@ def reading(name: str) -> property:
         found: Any = None if value is None or "posterior" not in layer._modules else passes.of(layer.bayes_key)
         if found is None or found.held or hasattr(value, "full_tensor"):  # FSDP2 looks for its shards
             return value
+        if not (found.probing or torch.compiler.is_compiling()):
+            found.met[layer.bayes_key, name] = None
         if (layer.bayes_key, name) in found.substitutes:
             return found.substitutes[layer.bayes_key, name]
         if found.probing:
@@ -271,9 +277,7 @@ def registered_class(layer: nn.Module) -> type[BayesLayer] | None:
 
 
 def register_layer(cls: type[Layer]) -> type[Layer]:
-    """Make a layer type convertible: decorate the BayesLayer subclass whose `plain` names it.
-
-    See docs/adding_a_layer.md.
+    """Make a layer type convertible: decorate the BayesLayer subclass whose `plain` names it (docs/adding_a_layer.md).
 
     >>> from slimbayes.layers.linear import BayesLinear
     >>> LAYERS[nn.Linear] is register_layer(BayesLinear)
