@@ -121,7 +121,9 @@ class Proof:
         double, out2 = self._probe(layout.tile(self.inputs, 2), single)
         layout.outputs = self._outputs(out1, out2)
         layout.made = self.rows, [tuple(padded(a).shape) for a in arrays_of(out1)]
-        layout.ahead, layout.random = double.ahead, single.quiet.random
+        layout.ahead, layout.random, twice = double.ahead, single.quiet.random, layout.tile(self.inputs, 2)
+        if layout.random and trial.seeds_itself(self.trials, twice, 2 * self.rows, layout.outputs):
+            raise Mixed("it seeds random numbers itself, which differ between rows")
         second, some = np.arange(2 * self.rows) >= self.rows, some_rows(2 * self.rows)
         self._collect(self._change(second, double, out2))
         self._change(~second, double, out2)

@@ -100,14 +100,17 @@ def run_probe(
     return probe, out
 
 
-def run_unchecked(trials: Trials, inputs: Any, rows: int = 1, *compared: Any) -> tuple[Probe, Any]:
-    """The same, which refuses neither."""
+def run_unchecked(
+    trials: Trials, inputs: Any, rows: int = 1, *compared: Any, random: bool = False
+) -> tuple[Probe, Any]:
+    """The same, which refuses neither; with `random` the model draws as it does."""
     quiet = Quiet(not trials.model.training, trials)
     probe = Probe([p.key for p in trials.posteriors], quiet, *compared)
     probe.rows = rows
     args, kwargs = copy_containers(inputs)
     try:
-        with probe.watching(trials.model), quiet, no_autocast({p.device.type for p in trials.posteriors} or {"cpu"}):
+        still, devices = nullcontext() if random else quiet, {p.device.type for p in trials.posteriors} or {"cpu"}
+        with probe.watching(trials.model), still, no_autocast(devices):
             out = passes.run(probe, trials.model, *args, **kwargs)
         probe.objects = any(isinstance(leaf, UNORDERED) or attributes_of(leaf) for leaf in leaves_of(out))
         probe.changes, out = trials.changes() if probe.before is None else {}, open_objects(out)
@@ -118,7 +121,15 @@ def run_unchecked(trials: Trials, inputs: Any, rows: int = 1, *compared: Any) ->
     finally:
         trials.restore()
     torch.set_grad_enabled(True)  # until the trials are over, which began without
-    return run_unchecked(trials, inputs, rows, *compared)
+    return run_unchecked(trials, inputs, rows, *compared, random=random)
+
+
+def seeds_itself(trials: Trials, twice: Any, rows: int, dims: Dims) -> bool:
+    """Whether a model's random numbers are the same in each call, of a seed of its own, but others in each half."""
+    one, other = (arrays_of(run_unchecked(trials, twice, rows, random=True)[1]) for _ in range(2))
+    halves = [padded(a).chunk(2, d) for a, d in zip(one, dims, strict=True) if d is not None]
+    same = all(map(torch.equal, map(padded, one), map(padded, other)))
+    return same and any(relative_difference(*two) > 1e-5 for two in halves if len(two) == 2)
 
 
 def _count_uses(probe: Probe) -> Counter[str]:
