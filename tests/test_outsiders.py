@@ -334,3 +334,38 @@ def test_states_that_show_only_after_some_calls_are_those_of_one_draw(config: An
         for _ in range(30):
             torch.testing.assert_close(sb.sample(net, X), torch.stack([one(X) for one in plain]))
     assert net.charge.shape == (5, 8) and net.charge.max() > 1
+
+
+def seeded(net: Any, x: Tensor) -> Tensor:
+    """Noise along a path that is the same in each call, as solvers of stochastic equations fix it."""
+    own = torch.Generator().manual_seed(3)
+    return net.b(net.a(x) + torch.randn(len(x), 8, generator=own))
+
+
+def freely(net: Any, x: Tensor) -> Tensor:
+    return net.b(net.a(x) + torch.randn(len(x), 8))
+
+
+@pytest.mark.parametrize("config", [sb.MeanField(scale_init=0.2), *MEMBERS])
+@torch.no_grad()
+def test_random_numbers_that_a_model_seeds_itself_are_those_of_each_draw(config: Any) -> None:
+    net = sb.bayesianize(Net(seeded), config)
+    with sb.frozen(net, draws=draws_of(net)), pytest.warns(UserWarning, match="it seeds random numbers itself"):
+        wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
+        torch.testing.assert_close(sb.sample(net, X), wanted)
+    sb.sample(sb.bayesianize(Net(freely), config), X, fold=True)
+
+
+@pytest.mark.parametrize("config", [sb.MeanField(), *MEMBERS])
+def test_tensors_of_a_graph_that_a_model_keeps_do_not_keep_it_from_being_copied(config: Any) -> None:
+    def run(net: Any, x: Tensor) -> Tensor:
+        net.last = {"features": net.a(x)}
+        return net.b(net.last["features"])
+
+    net = Net(run)
+    net(X)
+    net = sb.bayesianize(net, config)
+    with sb.frozen(net):
+        one = sb.sample(net, X)[0]
+        torch.testing.assert_close(sb.write_out(net, 0)(X), one)
+    assert type(sb.merge(net)) is Net

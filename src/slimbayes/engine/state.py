@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -237,6 +238,13 @@ def _reached(values: Iterable[Any]) -> dict[int, Any]:
                 inner = value.values() if isinstance(value, dict) else value
                 ahead += [v for v in inner if type(v) not in _PLAIN]
     return found
+
+
+def copy_modules(model: Any) -> Any:
+    """A deep copy of a module, also where it keeps tensors of its last call's graph, which torch does not copy."""
+    inside = _reached(v for m in modules_of(model) for v in _kept(m).values()).values()
+    kept = [v for v in inside if isinstance(v, Tensor) and v.grad_fn is not None]
+    return copy.deepcopy(model, {id(v): v.detach().clone() for v in kept})
 
 
 def _copy(value: Any) -> Any:

@@ -8,7 +8,6 @@ Sizes: K chains, S states of each.
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Iterable
@@ -24,6 +23,7 @@ from slimbayes.distributions.families import Distribution, Normal, Point
 from slimbayes.engine import passes
 from slimbayes.engine.locate import unwrapped
 from slimbayes.engine.noise import Seed, key, seed_of
+from slimbayes.engine.state import copy_modules
 from slimbayes.inference.density import HMC, Density, Loss, langevin, normals
 from slimbayes.inference.means import member_factors, set_factors
 from slimbayes.posteriors.configs.base import check_choice, check_count, check_whole
@@ -143,7 +143,7 @@ def sample_posterior(
     if means and (include is not None or exclude is not None):
         raise ValueError("sample_posterior: include and exclude choose layers of a plain model; this one's are set.")
     prior = prior or next((p.prior_of_factors for p in passes.posteriors_of(model)), None) or Normal(1.0, 0.1)
-    work = copy.deepcopy(model) if not plain or base_lr else model
+    work = copy_modules(model) if not plain or base_lr else model
     generator = torch.Generator().manual_seed(key(seed_of(seed), "chains"))
     try:
         _begin(work, means, chains, include, exclude, generator)

@@ -14,7 +14,6 @@ defaults (docs/fine_tuning.md has the numbers).
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections.abc import Iterable
@@ -31,6 +30,7 @@ from slimbayes.convert.plan import Decision, Selection, plan
 from slimbayes.distributions.families import Normal
 from slimbayes.engine import passes
 from slimbayes.engine.locate import unwrapped
+from slimbayes.engine.state import copy_modules
 from slimbayes.inference.curvature import NO_TARGETS, Curvature, accumulate, labelled_batches
 from slimbayes.inference.evidence import CurvatureSpectrum, maximise
 from slimbayes.inference.means import fit_k_tied, member_factors, set_factors
@@ -131,7 +131,7 @@ def laplace(
     numbers: Over = "weights" if weights else over
     work, means, said = model, {}, []  # a plain model to work on; a converted one is copied, and its means are taken
     if passes.posteriors_of(model):
-        work, means, said = copy.deepcopy(model), member_factors(model), conversions_of(model)
+        work, means, said = copy_modules(model), member_factors(model), conversions_of(model)
         if weights and means:
             problem = "laplace over weights needs a plain model, but this one has factors"
             raise ValueError(f"{problem}: call merge(model) first.")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.engine.passes import Noise
+from slimbayes.engine.state import copy_modules
 from slimbayes.layers import kind_of
 from slimbayes.layers.methods import MARK, parts_of
 from slimbayes.posteriors.base import Posterior, Role
@@ -31,7 +32,7 @@ def copies(config: Ensemble, module: nn.Module) -> EnsemblePosterior:
     """The posterior of one module: its K - 1 further members."""
     guessed: list[str] = []
     if config.factory is None:
-        others = [copy.deepcopy(module) for _ in range(config.members - 1)]
+        others = [copy_modules(module) for _ in range(config.members - 1)]
         for other in others:
             guessed = _start(other, config)
     else:

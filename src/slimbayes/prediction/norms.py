@@ -6,7 +6,6 @@ own, and their average fits none of them.
 Sizes: S draws, K members.
 """
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
@@ -18,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from slimbayes.convert.convert import bayesianize
 from slimbayes.convert.members import ensemble
 from slimbayes.engine.noise import Seed, seed_of
+from slimbayes.engine.state import copy_modules
 from slimbayes.posteriors.configs.base import Deterministic
 from slimbayes.prediction.batches import batches_of
 from slimbayes.prediction.checks import check_draws
@@ -68,7 +68,7 @@ def refresh_norms(
     first = seed_of(seed)
     if per == "draw" and posteriors_in(model):
         return _by_draw(model, x, draws, inputs, first)
-    fitted = copy.deepcopy(model)
+    fitted = copy_modules(model)
     with _measuring([fitted]):
         for number, (args, kwargs) in enumerate(batches_of(fitted, x, None, inputs)):
             sample(fitted, *args, draws=draws, seed=first + number, **kwargs)

@@ -5,7 +5,6 @@ Sizes: S draws, B rows of the caller's batch, K members. Folded batches are draw
 draw j, and draw j to member j mod K.
 """
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
@@ -20,6 +19,7 @@ from slimbayes.engine.layout import arrays_of, is_opaque
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.objects import copy_containers
 from slimbayes.engine.passes import Noise, Pass
+from slimbayes.engine.state import copy_modules
 from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.prediction.checks import MISFITS, check_draws, explain
 
@@ -199,7 +199,7 @@ def write_out(model: Model, draw: int = 0) -> Model:
             f"write_out(model, {draw}) needs that draw to be held: call it inside `with frozen(model, draws=...):`."
         )
     if not posteriors or held is None:
-        return debayesianize(copy.deepcopy(model))
+        return debayesianize(copy_modules(model))
     return passes.run(held.single(draw), write_out_draw, model)
 
 
@@ -209,8 +209,8 @@ def write_out_draw(model: Model) -> Model:
     if isinstance(model, Converted) and not isinstance(model, BayesLayer):
         members: Any = model.posterior["members"]
         index = int(members.values()[0])
-        return debayesianize(copy.deepcopy(members.others[index - 1] if index else model))
-    plain = debayesianize(copy.deepcopy(model))
+        return debayesianize(copy_modules(members.others[index - 1] if index else model))
+    plain = debayesianize(copy_modules(model))
     for name, layer in model.named_modules():
         if isinstance(layer, BayesLayer):
             _fill(plain.get_submodule(name), layer)
@@ -252,7 +252,7 @@ def merge(model: Model, member: int | Literal["mean"] = 0) -> Model:
     """
     posteriors = posteriors_in(model)
     if not posteriors:
-        return debayesianize(copy.deepcopy(model))
+        return debayesianize(copy_modules(model))
     total = calls.total_draws(posteriors, 1)
     if member != "mean" and not (isinstance(member, int) and 0 <= member < total):
         raise ValueError(f'merge: member must be "mean" or a number from 0 to {total - 1}, got {member!r}.')
