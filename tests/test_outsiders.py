@@ -350,9 +350,10 @@ def freely(net: Any, x: Tensor) -> Tensor:
 @torch.no_grad()
 def test_random_numbers_that_a_model_seeds_itself_are_those_of_each_draw(config: Any) -> None:
     net = sb.bayesianize(Net(seeded), config)
-    with sb.frozen(net, draws=draws_of(net)), pytest.warns(UserWarning, match="it seeds random numbers itself"):
+    with sb.frozen(net, draws=draws_of(net)):
         wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
-        torch.testing.assert_close(sb.sample(net, X), wanted)
+        with pytest.warns(UserWarning, match="it seeds random numbers itself"):
+            torch.testing.assert_close(sb.sample(net, X), wanted)
     sb.sample(sb.bayesianize(Net(freely), config), X, fold=True)
 
 
@@ -369,3 +370,34 @@ def test_tensors_of_a_graph_that_a_model_keeps_do_not_keep_it_from_being_copied(
         one = sb.sample(net, X)[0]
         torch.testing.assert_close(sb.write_out(net, 0)(X), one)
     assert type(sb.merge(net)) is Net
+
+
+def test_errors_that_say_nothing_are_told_by_their_line() -> None:
+    def run(net: Any, x: Tensor) -> Tensor:
+        if len(x) != 5:
+            raise RuntimeError
+        return net.b(net.a(x))
+
+    with pytest.warns(UserWarning, match="RuntimeError when every row came twice: in run: raise RuntimeError"):
+        sb.sample(sb.bayesianize(Net(run), sb.MeanField()), X, draws=2)
+
+
+def test_draws_of_weights_without_numbers_are_not_written_out() -> None:
+    net = sb.bayesianize(nn.Linear(4, 3, bias=False), sb.MeanField())
+    net._parameters["weight"] = nn.Parameter(torch.empty(3, 4, device="meta"))
+    with sb.frozen(net), pytest.raises(ValueError, match="or on the meta device, is no weight"):
+        sb.write_out(net)
+
+
+def test_binary_targets_have_the_shape_that_they_had_in_training() -> None:
+    net, y = sb.bayesianize(nn.Linear(4, 1), sb.Rank1()), torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
+    sb.bernoulli(sb.sample(net, X), y[:, None])
+    prediction = sb.predict(net, X, likelihood="bernoulli")
+    torch.testing.assert_close(prediction.log_prob(y[:, None]), prediction.log_prob(y))
+    with pytest.raises(ValueError, match=r"shape \(5,\) is needed for this prediction, got \(1, 5\)"):
+        prediction.log_prob(y[None])
+
+
+def test_a_likelihood_that_is_a_function_is_refused_by_its_name() -> None:
+    with pytest.raises(ValueError, match="did you mean 'gaussian'"):
+        sb.predict(sb.bayesianize(nn.Linear(4, 1), sb.Rank1()), X, likelihood=sb.gaussian)  # type: ignore[arg-type]

@@ -97,7 +97,7 @@ def risk_coverage(prediction: Prediction, target: Tensor) -> Figure:
         1
     """
     discrete = likelihood_named(prediction.likelihood).discrete
-    prediction._check_target(target)
+    target = prediction._check_target(target)
     if discrete:
         loss, sure = (prediction.label != target).flatten().double(), prediction.confidence.flatten()
     else:  # of a row's targets together

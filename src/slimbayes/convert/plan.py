@@ -198,7 +198,10 @@ def _decide(decision: Decision, layer: nn.Module, targets: Mapping[Config, set[s
         reason = cls.refuse(layer)
         return decision if reason is None else decision.stay(reason, problem=True)
     if known is not None or all(p.dim() < 2 for p in layer.parameters(recurse=False)):
-        return decision.stay("it has no weight matrix: norm and scale parameters are shared by all members")
+        return decision.stay(
+            "it has no weight matrix (a flat vector of weights is none): norm and scale parameters are shared by all "
+            "members"
+        )
     if type(layer).forward is nn.Module.forward:
         return decision.stay("it only holds parameters, which stay point estimates")
     return decision.stay(f"no Bayesian form of {type(layer).__module__}.{decision.kind} is known", problem=True)

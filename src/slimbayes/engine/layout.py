@@ -262,7 +262,7 @@ class NotJoined:
         return whole
 
     def __repr__(self) -> str:
-        return f"{self.draws} separate {type(self.parts[0]).__name__}s"
+        return f"{self.draws} separate {type(self.parts[0]).__name__}s, of(j) is that of draw j"
 
 
 def is_cache(leaf: Any) -> bool:

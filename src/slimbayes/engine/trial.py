@@ -5,6 +5,7 @@ guesses that the proof tries in turn: which inputs hold rows, and where.
 from __future__ import annotations
 
 import threading
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,8 +27,6 @@ from slimbayes.engine.state import State, Trials, same_changes
 from slimbayes.errors import SlimbayesWarning
 
 _UNDER_WAY: ContextVar[bool] = ContextVar("slimbayes_trial", default=False)
-
-
 _LOCK = threading.Lock()
 _CACHES = threading.RLock()  # one call at a time of models that keep something computed from drawn weights
 _VALIDATED: list[bool] = []  # as it was before each of the trials under way, in whatever thread
@@ -195,8 +194,9 @@ def _marked(model: nn.Module, posteriors: Sequence[Any], inputs: Any, state: Sta
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an error says."""
-    return next(iter(str(error).splitlines()), "")
+    """The first line of what an error says; of one that says nothing, the line that raised it."""
+    raised = [f"in {frame.name}: {frame.line}" for frame in traceback.extract_tb(error.__traceback__)[-1:]]
+    return next((line for line in (*str(error).splitlines(), *raised) if line), "")
 
 
 def what_lasts(trials: Trials, inputs: Any, first: Probe, out: Any) -> str | None:

@@ -105,7 +105,7 @@ def uncertainties(prediction: Prediction, target: Tensor | None = None) -> Figur
     entropy = prediction.entropy.flatten().cpu().double()
     groups = [("all rows", entropy, GREY)]
     if target is not None:
-        prediction._check_target(target)
+        target = prediction._check_target(target)
         right = (prediction.label == target).flatten().cpu()
         groups = [("right", entropy[right], BLUE), ("wrong", entropy[~right], ORANGE)]
     figure = empty_figure("uncertainties", 5.6, 3.4)

@@ -172,7 +172,7 @@ class Prediction(Views):
         Shape: target as in `log_prob`; returns (K, N, ...).
         """
         if self._classes:
-            self._check_target(target)
+            target = self._check_target(target)
             return accumulate.log_at(self.by_member, target)
         logp = self.draw_log_prob(target).unflatten(0, (-1, len(self.by_member)))  # draw j belongs to member j mod K
         return accumulate.log_mean(logp)
@@ -187,7 +187,7 @@ class Prediction(Views):
             >>> p.draw_log_prob(torch.tensor([2])).T  # log of 1 / 4
             tensor([[-1.3863, -1.3863, -1.3863]])
         """
-        self._check_target(target)
+        target = self._check_target(target)
         values = self._kept()
         if self._classes:
             return accumulate.log_at(values, target)
@@ -274,13 +274,17 @@ class Prediction(Views):
             return values
         return (values[..., 1] if self.likelihood == "bernoulli" else values).exp()
 
-    def _check_target(self, target: Tensor) -> None:
+    def _check_target(self, target: Tensor) -> Tensor:
+        """The target, if it fits; a binary one (N, 1), as logits in training, loses its last dimension."""
         if is_floating(target) and not self._classes and can_read_values(target):
             check_real(target)
         needed = self.by_member.shape[1:-1] if self._classes else self.by_member.shape[1:]
+        if self.likelihood == "bernoulli" and target.shape == (*needed, 1):
+            target = target.squeeze(-1)
         if target.shape != needed:
             raise ValueError(
                 f"A target of shape {tuple(needed)} is needed for this prediction, got {tuple(target.shape)}."
             )
         if self._classes:
             check_labels(target, self.by_member.shape[-1] if self.likelihood == "categorical" else None)
+        return target

@@ -224,12 +224,12 @@ def _fill(plain: nn.Module, layer: BayesLayer) -> None:
     """Write the drawn weights of one layer into its plain copy."""
     for site in layer.sites():
         posterior: Any = layer.posterior[site.name]
-        if not posterior.has_weights:
+        if not posterior.has_weights or any(p.is_meta for p in layer.parameters()):
             raise ValueError(
-                f"{posterior.name}: a draw of {type(posterior).__name__} is no weight that could be written out."
+                f"{posterior.name}: a draw of {type(posterior).__name__}, or on the meta device, is no weight that can "
+                f"be written out."
             )
-        weight, bias = posterior.materialise(layer.linear_map(site.name), 0)
-        layer.write_draw(plain, site, weight, bias)
+        layer.write_draw(plain, site, *posterior.materialise(layer.linear_map(site.name), 0))
 
 
 @torch.no_grad()

@@ -290,5 +290,7 @@ LIKELIHOODS: dict[str, Likelihood] = {
 def likelihood_named(name: str) -> Likelihood:
     """The likelihood of this name."""
     if name not in LIKELIHOODS:
-        raise ValueError(f"Unknown likelihood {name!r}{did_you_mean(name, LIKELIHOODS)}")
+        raise ValueError(
+            f"Unknown likelihood {name!r}{did_you_mean(getattr(name, '__name__', str(name)), LIKELIHOODS)}"
+        )
     return LIKELIHOODS[name]
