@@ -401,3 +401,24 @@ def test_binary_targets_have_the_shape_that_they_had_in_training() -> None:
 def test_a_likelihood_that_is_a_function_is_refused_by_its_name() -> None:
     with pytest.raises(ValueError, match="did you mean 'gaussian'"):
         sb.predict(sb.bayesianize(nn.Linear(4, 1), sb.Rank1()), X, likelihood=sb.gaussian)  # type: ignore[arg-type]
+
+
+class Stored(nn.Module):
+    """A layer whose weight is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("layer", [Stored(), nn.Linear(4, 3)])
+def test_members_that_cannot_start_anew_are_told_to_be_alike(layer: nn.Module) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        net = sb.bayesianize(nn.Sequential(layer, nn.LayerNorm(3)), sb.Ensemble(members=2))
+    one, other = sb.sample(net, X)
+    told = any("are all alike" in str(w.message) for w in said)
+    assert torch.equal(one, other) == told == isinstance(layer, Stored)

@@ -65,8 +65,12 @@ def report_signs(model: nn.Module, decisions: list[Decision]) -> None:
 
 def report_members(model: nn.Module) -> None:
     """Say where members of an ensemble do not start as the network did."""
-    for posterior in passes.posteriors_of(model):
-        if isinstance(posterior, EnsemblePosterior) and posterior.note:
+    ensembles = [p for p in passes.posteriors_of(model) if isinstance(p, EnsemblePosterior)]
+    if ensembles and all(p.alike for p in ensembles):
+        what = "nothing in them could start anew, as where weights are buffers or stored as integers. Give factory="
+        warnings.warn(f"The members of this Ensemble are all alike: {what}.", SlimbayesWarning, stacklevel=3)
+    for posterior in ensembles:
+        if posterior.note:
             whose = posterior.name or "the model"
             told = f"Ensemble of {whose}: {posterior.note}. Give factory= to start them alike."
             warnings.warn(told, SlimbayesWarning, stacklevel=3)

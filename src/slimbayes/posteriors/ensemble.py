@@ -38,6 +38,10 @@ def copies(config: Ensemble, module: nn.Module) -> EnsemblePosterior:
     else:
         others = [_built(module, config.factory) for _ in range(config.members - 1)]
     posterior = EnsemblePosterior(module, others, config.execution)
+    own = {name: t for name, t in module.state_dict().items() if isinstance(t, Tensor) and not t.is_meta}
+    fresh = others if config.factory is None and config.init == "fresh" else []
+    states = [other.state_dict() for other in fresh]
+    posterior.alike = bool(states) and all(torch.equal(t, state[name]) for state in states for name, t in own.items())
     if guessed:
         names = ", ".join([*guessed[:3], "..."] if guessed[3:] else guessed)
         why = "do not start as torch starts them, and how is not known: other members start with their spread"
@@ -163,6 +167,7 @@ class EnsemblePosterior(Members):
 
     weights: Tensor
     others: nn.ModuleList
+    alike = False  # whether members that were to start anew have the numbers of the first, as constants have
 
     def __init__(self, module: nn.Module, others: Sequence[nn.Module], execution: Execution) -> None:
         super().__init__()

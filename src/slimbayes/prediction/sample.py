@@ -223,13 +223,13 @@ def write_out_draw(model: Model) -> Model:
 def _fill(plain: nn.Module, layer: BayesLayer) -> None:
     """Write the drawn weights of one layer into its plain copy."""
     for site in layer.sites():
-        posterior: Any = layer.posterior[site.name]
-        if not posterior.has_weights or any(p.is_meta for p in layer.parameters()):
+        posterior, linear = layer.posterior[site.name], layer.linear_map(site.name)
+        if not posterior.has_weights or linear.weight.is_meta:
             raise ValueError(
                 f"{posterior.name}: a draw of {type(posterior).__name__}, or on the meta device, is no weight that can "
                 f"be written out."
             )
-        layer.write_draw(plain, site, *posterior.materialise(layer.linear_map(site.name), 0))
+        layer.write_draw(plain, site, *posterior.materialise(linear, 0))
 
 
 @torch.no_grad()
