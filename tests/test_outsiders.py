@@ -422,3 +422,12 @@ def test_members_that_cannot_start_anew_are_told_to_be_alike(layer: nn.Module) -
     one, other = sb.sample(net, X)
     told = any("are all alike" in str(w.message) for w in said)
     assert torch.equal(one, other) == told == isinstance(layer, Stored)
+
+
+@pytest.mark.parametrize("config", [sb.Ensemble(members=2), sb.MeanField()])
+def test_networks_that_have_not_met_an_input_are_told_to(config: Any) -> None:
+    net = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match="not initialised yet[:;] run one batch through the model first"):
+        sb.bayesianize(net, config)
+    net(X)
+    assert sb.sample(sb.bayesianize(net, config), X, draws=2).shape[1:] == (5, 3)

@@ -122,6 +122,8 @@ def _whole(model: nn.Module, config: Config) -> Decision:
         raise ValueError(
             "The model has converted layers already: call debayesianize first, or pick other layers with include."
         )
+    if any(map(nn.parameter.is_lazy, model.parameters())):
+        raise ValueError("Some parameters are not initialised yet: run one batch through the model first.")
     if hasattr(model, "posterior"):
         raise ValueError(
             f"This {type(model).__name__} has an attribute `posterior` of its own, where its members would go. Wrap "
