@@ -93,6 +93,16 @@ def test_a_batch_without_targets_has_the_loss_of_the_kl(counted: int | None, tmp
     torch.testing.assert_close(loss, sb.kl(model) / 48)
 
 
+def test_the_loss_of_an_evaluation_is_that_of_batches_with_targets(tmp_path: Path) -> None:
+    words = [row["input_ids"] for row in ROWS]
+    rows: list[Any] = [{"input_ids": one, "labels": one} for one in words]
+    nothing = [{"input_ids": one, "labels": torch.full_like(one, -100)} for one in words[:4]]  # type: ignore[call-overload]
+    options = arguments(tmp_path, per_device_eval_batch_size=4, logging_nan_inf_filter=False)
+    trainer = BayesTrainer(sb.bayesianize(gpt(), POINT), options, num_data=48, train_dataset=rows)
+    wanted = trainer.evaluate(rows)["eval_loss"]
+    assert trainer.evaluate(rows + nothing)["eval_loss"] == pytest.approx(wanted, rel=1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("steps", "language"), [(1, False), (3, True)])
 def test_the_kl_counts_once_for_each_optimizer_step(steps: int, language: bool, tmp_path: Path) -> None:

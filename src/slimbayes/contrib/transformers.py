@@ -77,8 +77,7 @@ class BayesTrainer(Trainer):
         if self.compute_loss_func or self.label_smoother or not self._facts(inputs)[1]:
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch=num_items_in_batch)
         else:
-            # Without labels the outputs hold rows alone, so that each row gets a draw of its own; with a loss among
-            # them it would be one draw for all.
+            # Without labels outputs hold rows alone, so that each has a draw of its own; with a loss all have one.
             outputs = model(**without_labels(self.accelerator.unwrap_model(model), inputs)[0])
             loss = self._nll(model, outputs["logits"], inputs["labels"], num_items_in_batch)
         if model.training:
@@ -151,7 +150,8 @@ class BayesTrainer(Trainer):
         with self.compute_loss_context_manager():
             found = predict(inner, rest, self.draws, keep_samples=False, output="logits")
         logs, labels = align_labels(inner, found.log_probs, labels)
-        loss = nn.functional.nll_loss(logs.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
+        empty = self.args.world_size == 1 and bool((labels == IGNORED).all())  # its mean is of nothing: it is left out
+        loss = None if empty else nn.functional.nll_loss(logs.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
         return (loss, None, None) if prediction_loss_only else (loss, logs.contiguous(), labels.contiguous())
 
     def _scores(self, found: Any) -> dict[str, float]:
