@@ -223,12 +223,11 @@ def write_out_draw(model: Model) -> Model:
 def _fill(plain: nn.Module, layer: BayesLayer) -> None:
     """Write the drawn weights of one layer into its plain copy."""
     for site in layer.sites():
-        posterior, linear = layer.posterior[site.name], layer.linear_map(site.name)
+        posterior: Any = layer.posterior[site.name]
+        linear = layer.linear_map(site.name)
         if not posterior.has_weights or linear.weight.is_meta:
-            raise ValueError(
-                f"{posterior.name}: a draw of {type(posterior).__name__}, or on the meta device, is no weight that can "
-                f"be written out."
-            )
+            what = f"a draw of {type(posterior).__name__}, or on the meta device, is no weight that can be written out"
+            raise ValueError(f"{posterior.name}: {what}.")
         layer.write_draw(plain, site, *posterior.materialise(linear, 0))
 
 
