@@ -431,3 +431,40 @@ def test_networks_that_have_not_met_an_input_are_told_to(config: Any) -> None:
         sb.bayesianize(net, config)
     net(X)
     assert sb.sample(sb.bayesianize(net, config), X, draws=2).shape[1:] == (5, 3)
+
+
+class Attends(nn.Module):
+    """Calls an attention layer, and computes the same once more from its parameters, as WavLM does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, kdim=width, vdim=width, batch_first=True)
+        self.packed = width == 8
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        own = self.attention
+        bias = own.in_proj_bias.chunk(3)
+        weights = (
+            own.in_proj_weight.chunk(3) if self.packed else (own.q_proj_weight, own.k_proj_weight, own.v_proj_weight)
+        )
+        q, k, v = (F.linear(z, w, b) for z, w, b in zip((x, y, y), weights, bias, strict=True))
+        again = own.out_proj(F.scaled_dot_product_attention(q, k, v)) @ own.out_proj.weight
+        return again + own(x, y, y)[0] if self.training else again
+
+
+@pytest.mark.parametrize("config", [sb.MeanField(scale_init=0.2), sb.BatchEnsemble(members=3), sb.Ensemble(members=3)])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("width", [8, 5])
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+@torch.no_grad()
+def test_parameters_of_attention_that_are_used_past_its_forward_are_drawn(
+    config: Any, training: bool, width: int
+) -> None:
+    net = sb.bayesianize(Attends(width), config).train(training)
+    x, y = torch.randn(2, 4, 8), torch.randn(2, 3, width)
+    with sb.frozen(net, draws=draws_of(net)):
+        wanted = torch.stack([sb.write_out(net, j)(x, y) for j in range(3)])
+        torch.testing.assert_close(sb.sample(net, x, y), wanted)
+        torch.testing.assert_close(sb.sample(net, x, y, fold=False), wanted)
+    assert not torch.allclose(wanted[0], wanted[1])
+    assert type(net.attention.out_proj) is type(nn.MultiheadAttention(8, 2).out_proj)

@@ -6,6 +6,7 @@ out here around the posteriors' projections. nn.TransformerEncoder and Decoder l
 Sizes: R rows, L queries, S keys, E channels, h heads.
 """
 
+import copy
 import math
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slimbayes.engine import passes
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.base import BayesLayer, register_layer
-from slimbayes.layers.site import Site
+from slimbayes.layers.site import Site, own_value
 
 _BLOCKS = {"q": 0, "k": 1, "v": 2}
+_READ = ("in_proj_weight", "in_proj_bias", *(f"{name}_proj_weight" for name in _BLOCKS))
 
 
 @register_layer
@@ -27,14 +30,14 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
     Shape: as nn.MultiheadAttention: query (L, R, E), or (R, L, E) with batch_first, or unbatched (L, E).
     """
 
-    plain, read_names, inner_dropout = nn.MultiheadAttention, (), "on its attention weights"
+    plain, read_names, inner_dropout = nn.MultiheadAttention, _READ, "on its attention weights"
 
     def sites(self) -> list[Site]:
         size, found = self.embed_dim, []
         for name, inputs in {"q": size, "k": self.kdim, "v": self.vdim, "out": size}.items():
             packed = "in_proj_weight" if self._qkv_same_embed_dim else f"{name}_proj_weight"
             weight, bias = ("out_proj.weight", "out_proj.bias") if name == "out" else (packed, "in_proj_bias")
-            biased = (self.out_proj.bias if name == "out" else self.in_proj_bias) is not None
+            biased = _parameters_of(self, name)[1] is not None
             shape = (size, inputs)
             found.append(Site(name, inputs, size, biased, weight, shape, positions="many", bias_in=bias))
         return found
@@ -50,6 +53,34 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
         for own, drawn in zip(_parameters_of(plain, site.name), (weight, bias), strict=True):
             if own is not None and drawn is not None:
                 own.copy_(drawn)
+
+    def drawn_value(self, name: str) -> Any:
+        """A parameter as drawn in this pass, for code that uses it past the layer's forward."""
+        names = _BLOCKS if name.startswith("in_proj") else name[:1]
+        return torch.cat([self._drawn(site)[name == "in_proj_bias"] for site in names])
+
+    def _drawn(self, site: str) -> Any:
+        """Weight and bias of one projection in this pass."""
+        posterior: Any = self.posterior[site]
+        if not (posterior.has_weights and posterior.drawn == 1):
+            return _parameters_of(self, site)
+        if not torch.compiler.is_compiling():
+            posterior.current.met[self.bayes_key] = None
+        return posterior.materialise(self.linear_map(site), 0)
+
+    @property
+    def out_proj(self) -> Any:  # type: ignore[override]
+        """The output projection; for code that calls it past the layer's forward, one with the drawn weight."""
+        own: Any = self._modules["out_proj"]
+        found: Any = passes.of(self.bayes_key) if "posterior" in self._modules else None
+        if found is None or found.held or (found.probing and found.inside[-1:] == [self.bayes_key]):
+            return own
+        values = (own.weight, own.bias) if found.probing else self._drawn("out")
+        if found.probing:
+            values = tuple(v if v is None else found.quiet.watch(v, self.bayes_name) for v in values)
+        new = copy.copy(own)
+        new.__dict__["_parameters"] = dict(zip(("weight", "bias"), values, strict=True))
+        return new
 
     def bayes_forward(
         self,
@@ -121,10 +152,11 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
 def _parameters_of(layer: Any, site: str) -> tuple[Tensor, Tensor | None]:
     """The weight and bias of one projection, as they lie in a plain or converted layer."""
     if site == "out":
-        return layer.out_proj.weight, layer.out_proj.bias
+        return layer._modules["out_proj"].weight, layer._modules["out_proj"].bias
     rows = slice(_BLOCKS[site] * layer.embed_dim, (_BLOCKS[site] + 1) * layer.embed_dim)
-    weight = layer.in_proj_weight[rows] if layer._qkv_same_embed_dim else getattr(layer, f"{site}_proj_weight")
-    return weight, None if layer.in_proj_bias is None else layer.in_proj_bias[rows]
+    packed, bias = layer._qkv_same_embed_dim, own_value(layer, "in_proj_bias")
+    weight = own_value(layer, "in_proj_weight")[rows] if packed else own_value(layer, f"{site}_proj_weight")
+    return weight, None if bias is None else bias[rows]
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
