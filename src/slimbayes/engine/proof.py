@@ -110,18 +110,17 @@ class Proof:
     def run(self) -> Layout:
         layout = self.layout
         if self.alone is not None:
-            alone, twice = self._probe(self.alone)[1], self._probe(self.inputs)[1]
-            self._outputs(alone, twice)
+            self._outputs(self._probe(self.alone)[1], self._probe(self.inputs)[1])
         layout.most = layout.size(self.inputs, 2)
         single, out1 = self._probe(self.inputs)
         layout.keeps, layout.objects = bool(single.changes), single.objects
         if lasts := trial.what_lasts(self.trials, self.inputs, single, out1):
             layout.why, layout.mixed = f"it keeps {lasts!r} from one call for the next, which draws cannot share", True
             return layout
-        double, out2 = self._probe(layout.tile(self.inputs, 2), single)
+        double, out2 = self._probe(twice := layout.tile(self.inputs, 2), single)
         layout.outputs = self._outputs(out1, out2)
         layout.made = self.rows, [tuple(padded(a).shape) for a in arrays_of(out1)]
-        layout.ahead, layout.random, twice = double.ahead, single.quiet.random, layout.tile(self.inputs, 2)
+        layout.ahead, layout.random = double.ahead, single.quiet.random
         if layout.random and trial.seeds_itself(self.trials, twice, 2 * self.rows, layout.outputs):
             raise Mixed("it seeds random numbers itself, which differ between rows")
         second, some = np.arange(2 * self.rows) >= self.rows, some_rows(2 * self.rows)
