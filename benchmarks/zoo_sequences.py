@@ -450,6 +450,22 @@ def _tensordict() -> nn.Module:
     )
 
 
+_LLAMA: Inputs = {"block_size": 16, "vocab_size": WORDS, "padded_vocab_size": WORDS, "n_layer": 2, "n_head": 4}
+_LLAMA |= {"n_embd": 16, "parallel_residual": False, "norm_class_name": "RMSNorm", "intermediate_size": 32}
+
+
+def _litgpt(kind: str, **options: Any) -> nn.Module:
+    config = _made("litgpt", "Config", **_LLAMA, mlp_class_name=kind, rotary_percentage=1.0, bias=False, **options)
+    return _made("litgpt", "GPT", config)
+
+
+_LITGPT: list[Entry] = [
+    ("llama", partial(_litgpt, "LLaMAMLP", n_query_groups=2), _words),
+    ("mixture", partial(_litgpt, "LLaMAMoE", n_expert=4, n_expert_per_token=2), _words),
+]
+_NCPS: list[Entry] = [("cfc", partial(_made, "ncps.torch", "CfC", 4, 12, proj_size=2), partial(_numbers, B, L, 4))]
+
+
 MAKERS: dict[str, list[Entry]] = {
     "x_transformers": _X_TRANSFORMERS,
     "perceiver_pytorch": _PERCEIVER,
@@ -459,6 +475,8 @@ MAKERS: dict[str, list[Entry]] = {
     "xlstm": _XLSTM,
     "s5": _S5,
     "mambapy": _MAMBA,
+    "litgpt": _LITGPT,
+    "ncps": _NCPS,
     "torchcrf": _CRF,
     "peft": _PEFT,
     "gluonts": _GLUONTS,
