@@ -163,17 +163,22 @@ def configs() -> dict[str, Any]:
 
 def parameters(methods: Iterable[str] | None = None) -> str:
     """Parameters that `sb.summary` counts before and after, in percent."""
+    chosen = [name for name in configs() if methods is None or name in methods]
+    columns = [["more parameters", *chosen]]
+    for place, (name, net) in enumerate(networks()):
+        plain = sum(p.numel() for p in net.parameters())
+        more = [more_parameters(method)[place] for method in chosen]
+        columns.append([f"{name}, {plain:,}", *("no norms" if n is None else f"{n / plain:+.1%}" for n in more)])
+    return table([list(row) for row in zip(*columns, strict=True)])
+
+
+@cache
+def more_parameters(method: str) -> list[int | None]:
+    """What a method adds to each of the networks, None where there is nothing to patch."""
     import slimbayes as sb
 
-    chosen = {name: config for name, config in configs().items() if methods is None or name in methods}
-    columns = [["more parameters", *chosen]]
-    for name, net in networks():
-        plain = sum(p.numel() for p in net.parameters())
-        columns.append([f"{name}, {plain:,}"])
-        for config in chosen.values():
-            more = sb.estimate_cost(net, config).extra_parameters if _fits(config, net) else None
-            columns[-1].append("no norms" if more is None else f"{more / plain:+.1%}")
-    return table([list(row) for row in zip(*columns, strict=True)])
+    config = configs()[method]
+    return [sb.estimate_cost(net, config).extra_parameters if _fits(config, net) else None for _, net in networks()]
 
 
 def _fits(config: Any, net: Any) -> bool:

@@ -204,18 +204,15 @@ def test_flipout_signs_stay_fixed_over_time() -> None:
 # F22: gradients of a linear-Gaussian model ----------------------------------------------------------------------------
 
 
-def gradients(config: sb.Config, steps: int = 700) -> tuple[np.ndarray, np.ndarray, Any, Tensor, Tensor]:
-    """Gradients to the mean and to the log scale in many single-draw steps, (steps, d) each; then the net and its
-    data."""
+def gradients(config: sb.Config, draws: int = 700) -> tuple[np.ndarray, np.ndarray, Any, Tensor, Tensor]:
+    """Gradients of the losses of many single draws to the mean and to the log scale, (draws, d) each; then the net and
+    its data."""
     net, x, y = linear(5, 1, config), torch.randn(32, 5) + 1, torch.randn(32)
+    nll = torch.stack([sb.gaussian(one, y, 0.7) for one in sb.sample(net, x, draws=draws)[..., 0].unsqueeze(1)])
+    losses = nll + sb.elbo(torch.zeros(()), net, num_data=32).loss
     parameters = [net.weight, net.posterior["weight"].weight_log_scale]
-    drawn = []
-    for _ in range(steps):
-        nll = sb.gaussian(sb.sample(net, x)[..., 0], y, 0.7)
-        drawn.append(
-            [g.flatten().numpy() for g in torch.autograd.grad(sb.elbo(nll, net, num_data=32).loss, parameters)]
-        )
-    by_mean, by_scale = np.stack(drawn, 1)
+    found = torch.autograd.grad(losses, parameters, torch.eye(draws), is_grads_batched=True)  # one row a draw
+    by_mean, by_scale = (gradient.flatten(1).numpy() for gradient in found)
     return by_mean, by_scale, net, x, y
 
 

@@ -903,19 +903,8 @@ def test_normal_factors_induce_the_product_normal() -> None:
 
 # F16: parameter counts and weight decay -------------------------------------------------------------------------------
 
-COUNTS = [
-    (lambda: wrn(28, 10, 10), None, 36_479_194),
-    (lambda: wrn(28, 10, 100), None, 36_536_884),
-    (lambda: wrn(28, 5, 10), None, 9_132_634),
-    (lambda: wrn(28, 5, 100), None, 9_161_524),
-    (lambda: resnet50(1000), None, 25_557_032),
+COUNTS = [  # those of Tables 1 to 3 are in test_experiment_configs.py
     (lambda: wrn(28, 10, 10), sb.BatchEnsemble(members=4), 36_557_548),
-    (lambda: wrn(28, 10, 10), sb.Rank1(members=4), 36_635_872),
-    (lambda: wrn(28, 10, 10), sb.Rank1(members=4, prior=sb.Cauchy(1.0, 0.1)), 36_635_872),
-    (lambda: wrn(28, 10, 100), sb.BatchEnsemble(members=4), 36_615_868),
-    (lambda: wrn(28, 10, 100), sb.Rank1(members=4), 36_694_552),
-    (lambda: resnet50(1000), sb.BatchEnsemble(members=4), 25_768_588),
-    (lambda: resnet50(1000), sb.Rank1(members=4), 25_977_144),
     (lambda: resnet50(1000), sb.BatchEnsemble(members=10), 26_087_422),
     (lambda: resnet50(1000), sb.Rank1(members=10), 26_608_812),
     (lambda: resnet50(1000), sb.Rank1(members=1), 25_661_310),
@@ -925,15 +914,12 @@ COUNTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("build", "config", "expected"), COUNTS)
 def test_parameter_counts_are_the_papers(
-    build: Callable[[], nn.Module], config: sb.Config | None, expected: int
+    build: Callable[[], nn.Module], config: sb.Config, expected: int
 ) -> None:
     """F16, D.8: the true count, what summary says and what estimate_cost foretold."""
     with shapes_alone():
         net = build()
     plain = sum(p.numel() for p in net.parameters())
-    if config is None:
-        assert plain == expected
-        return
     cost = sb.estimate_cost(net, config)
     report = sb.summary(sb.bayesianize(net, config))
     assert sum(p.numel() for p in net.parameters()) == expected
