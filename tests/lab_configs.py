@@ -8,6 +8,7 @@ import pytest
 import torch
 from sklearn import datasets
 from torch import nn
+from typer import testing
 from typer.testing import CliRunner
 
 from slimbayes.data import Dataset, Split
@@ -18,6 +19,7 @@ from slimbayes.lab.execution import Execution
 from slimbayes.lab.runs.step import TrainingStep
 
 datasets.load_digits = cache(datasets.load_digits)  # a text that every run would read anew; what it gives is copied
+testing._get_command = cache(testing._get_command)  # the options of all commands, which every call would go through
 CPU = Execution(accelerator="cpu", workers=0)
 BASE: dict[str, Any] = {
     "name": "try",

@@ -480,7 +480,7 @@ def test_whole_graphs_after_one_call(method: str, call: str, monkeypatch: pytest
     model(x)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
-        for rows in (9, 1) if call != "frozen" else (9,):  # held draws are sampled as others are
+        for rows in (9, 1) if call == "bare" else (9,):  # draws are sampled alike
             x = torch.randn(rows, 4)
             if call == "sample":
                 torch.manual_seed(2)
@@ -493,6 +493,8 @@ def test_whole_graphs_after_one_call(method: str, call: str, monkeypatch: pytest
                     close(compiled(x), model(x))
             else:
                 assert compiled(x).shape == (rows, 3)
+        if call == "frozen":
+            return
         found = torch.stack([compiled(torch.ones(6, 4)) for _ in range(20)]).flatten(0, 1).round(decimals=4)
         assert len(torch.unique(found, dim=0)) >= 3
         if method == "batch-ensemble":

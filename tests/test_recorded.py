@@ -272,9 +272,13 @@ def test_compiled_is_torchs_compiler_with_settings_that_it_knows(monkeypatch: py
 
 
 @pytest.mark.slow
-def test_compiled_code_looks_at_values_before_each_call_and_not_at_the_code_of_libraries() -> None:
+def test_compiled_code_looks_at_values_before_each_call_and_not_at_the_code_of_libraries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
+    # What is looked at is decided before the graph is made into a program, which takes most of the time.
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, *args, **options: graph.forward)
     net, x, shift = sb.bayesianize(nn.Linear(2, 2), sb.Rank1(members=2)), torch.randn(4, 2), {"by": 1.0}
 
     def loss() -> Tensor:
