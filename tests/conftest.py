@@ -36,6 +36,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+SLOW_EXAMPLES = ("slimbayes.sklearn.estimators.", "slimbayes.prediction.export.")  # of docstrings
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.name.startswith(SLOW_EXAMPLES):
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # what is imported by now stays: no collection need look at it again
 

@@ -71,7 +71,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if question in QUESTIONS:
         grid = QUESTIONS if metafunc.config.getoption("--full-contract", False) else array()
         pairs = grid[question]
-        quick = {pair for pair in pairs if kept(question, pair)} | set({m: (m, n) for m, n in pairs}.values())
+        quick = {*[pair for pair in pairs if kept(question, pair)][::4]} | set({m: (m, n) for m, n in pairs}.values())
         metafunc.parametrize(("method", "name"), marked(pairs, quick))
 
 

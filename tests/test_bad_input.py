@@ -115,6 +115,7 @@ def test_places_that_nothing_can_be_written_to(out: str, run: Path) -> None:
     assert code in (1, 2, 3) and message
 
 
+@pytest.mark.slow
 def test_files_that_are_no_model() -> None:
     pytest.importorskip("fastapi")
     pytest.importorskip("prometheus_client")

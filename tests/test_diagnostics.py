@@ -78,6 +78,7 @@ def test_f23_one_tied_is_the_matrix_normal_with_diagonal_covariances() -> None:
     torch.testing.assert_close(sigma(net).log(), additive, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_f23_sample_covariance() -> None:
     net = single(3, 2, sb.KTied(rank=2, scale_init=0.5, scale_jitter=0.5))
     with torch.no_grad(), sb.frozen(net, draws=40_000):

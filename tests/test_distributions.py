@@ -144,6 +144,7 @@ CAUCHY_PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("q", "p"), CAUCHY_PAIRS)
 def test_cauchy_kl_equals_quadrature(q: sb.Cauchy, p: sb.Cauchy) -> None:
     """F9: log(((g0+g1)^2 + (x0-x1)^2) / (4 g0 g1)) against the integral with x = x0 + g0 tan(t)."""

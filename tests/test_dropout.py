@@ -183,6 +183,7 @@ def test_the_mean_of_many_draws_approaches_the_network_without_dropout() -> None
     assert ((y.var(0) / variance - 1).abs() < 5 * math.sqrt(3 / 4000)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["sample", "bare"])
 def test_training_mode_has_the_statistics_of_plain_dropout(call: str) -> None:
     """Losses of many steps, ours against torch's: same distribution."""

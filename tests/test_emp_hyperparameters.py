@@ -131,6 +131,7 @@ def test_one_part_rests_while_the_other_is_trained(tmp_path: Path):
         sb.schedules.alternating(0)
 
 
+@pytest.mark.slow
 def test_coordinate_descent_ends_where_descent_ends():
     """Least squares y = w x + b, w shared, two components of the bias-like norm: a convex problem with one optimum."""
     torch.manual_seed(0)

@@ -460,6 +460,7 @@ def test_rows_of_a_compiled_model_inside_another_are_found_without_compiling_eve
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_a_module_of_fabric_is_looked_through() -> None:
     fabric = pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
     model = sb.bayesianize(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), MEMBERS)
@@ -1375,6 +1376,7 @@ class Pieces(nn.Module):
         return y.unflatten(0, (len(x), self.windows)).sum(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "windows"), [(24, 1), (32, 4), (64, 4)])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_batch_that_is_cut_only_when_it_is_large(method: str, size: int, windows: int) -> None:

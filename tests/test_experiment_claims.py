@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("unchecked_fits")
 def scores(
     name: str, out: Path, scale: str = "full", data: Path | None = None, epochs: int = 0
 ) -> dict[str, dict[str, float]]:
-    """Our numbers of a table's rows, with one seed; where it says 200 epochs, with other ones, and no gradients' noise."""
+    """Our numbers of a table's rows, with one seed; for 200 epochs others, and then no noise of gradients."""
     execution, folder = Execution(accelerator="cpu", data_dir=data), FOLDER
     if epochs:
         folder = out / "experiments"

@@ -57,6 +57,7 @@ def test_every_package_has_its_place() -> None:
     assert sorted(packages()) == sorted(ORDER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ORDER)
 def test_imports_point_one_way(package: str) -> None:
     allowed = APART.get(package, set(ORDER[: ORDER.index(package)])) | {package}
@@ -83,6 +84,7 @@ def test_imports_within_the_lab_point_one_way(part: str) -> None:
     assert files and {other for _, other in named} <= set(LAB[: LAB.index(part) + 1]), named
 
 
+@pytest.mark.slow
 def test_no_two_public_classes_have_one_name() -> None:
     """A reader who meets a name knows which class it is."""
     trees = [ast.parse(file.read_text()) for file in sorted(SOURCE.rglob("*.py"))]

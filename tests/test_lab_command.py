@@ -71,7 +71,7 @@ print(time.process_time(), *(name in sys.modules for name in ("torch", "pydantic
 
 @pytest.mark.slow
 def test_configs_are_checked_without_torch() -> None:
-    """Every third file of experiments/, one row of each, the list of tables, the help of every command, in one process."""
+    """A row of every third file of experiments/, the list of tables, the help of every command, in one process."""
     code = """
 import sys, time
 from pathlib import Path

@@ -573,6 +573,7 @@ def test_correlations_are_kept_in_half_precision_where_that_changes_little(
     assert all(theirs[n].dtype == t.dtype and torch.equal(theirs[n], t) for n, t in mine.items())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:laplace. factors of")  # a wide prior
 @pytest.mark.parametrize("members", [1, 2])
 def test_where_data_tell_of_few_directions_those_are_kept(members: int, tmp_path: Path) -> None:

@@ -517,6 +517,7 @@ def test_gradients_of_every_prior_are_finite(prior: Any, dtype: torch.dtype) -> 
     assert by_mean is None or bool(by_mean.isfinite().all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prior", PRIORS, ids=lambda p: type(p).__name__)
 def test_gradients_of_every_prior_are_exact(prior: Any) -> None:
     mean, log_scale = torch.randn(6) * 0.3, torch.randn(6) * 0.3 - 2
@@ -612,6 +613,7 @@ def test_gradients_to_factors_are_projections_of_those_to_scales() -> None:
     torch.testing.assert_close(by_v, v * (by_sigma.T @ u))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [sb.MeanField, sb.KTied])
 def test_a_cap_holds_and_lets_scales_return(config: Any) -> None:
     """Above the cap a scale counts as the cap, with the gradient it has there, so a pull downwards brings it back."""
@@ -635,6 +637,7 @@ def test_a_cap_holds_and_lets_scales_return(config: Any) -> None:
     torch.testing.assert_close(scales(net), torch.full((2, 3), 0.05), rtol=0.02, atol=0)
 
 
+@pytest.mark.slow
 def test_a_cap_does_not_wind_up() -> None:
     """TFP, whose cap this is, projects the parameter after each step."""
     net = linear(3, 2, sb.MeanField(prior=sb.Normal(0.0, 1.0), scale_init=0.19, scale_jitter=0.0, max_scale=0.2))

@@ -143,6 +143,7 @@ def test_every_draw_in_eval_mode_is_the_plain_layer_with_that_draws_values(
         torch.testing.assert_close(y[j], with_values(plain, *picked(layer, j))(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("assignment", ["layer", "element"])
 @pytest.mark.parametrize("case", APART)
 def test_every_row_has_its_own_draw_where_it_is_asked_for(case: str, assignment: str) -> None:
@@ -605,6 +606,7 @@ def test_patched_models_train_and_predict(model: str) -> None:
     assert bool((pred.epistemic > 0).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", [1, 3])
 @pytest.mark.parametrize("model", ["bert", "gpt2", "vit"])
 def test_gradient_checkpointing_gives_the_same_gradients(model: str, draws: int) -> None:

@@ -136,6 +136,7 @@ def test_predictions_join_along_rows() -> None:
 # Temperature ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.1, 1.0, 100.0])
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
 def test_temperature_of_very_sure_predictions(scale: float, likelihood: str) -> None:

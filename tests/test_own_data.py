@@ -267,6 +267,7 @@ def test_categories_have_names_in_the_digest(tmp_path: Path) -> None:
     assert len(digests) == 2
 
 
+@pytest.mark.slow
 def test_a_table_without_names(tmp_path: Path) -> None:
     file = write(tmp_path / "a.csv", [], [[s, TOWNS[t], y] for s, t, y in houses()])
     chosen = validate(merged(BASE, {"data": {"csv": str(file), "target": 3}}))
@@ -748,6 +749,7 @@ def test_init_says_what_it_leaves_out_and_how_to_go_on(tmp_path: Path) -> None:
     assert "missing in all rows: choose another" in call("init", trailing, "-o", tmp_path / "t.yaml").output
 
 
+@pytest.mark.slow
 def test_a_sealed_run_is_judged_again_without_a_word_of_older_ones(place: Path, monkeypatch: Any) -> None:
     told: list[str] = []
     monkeypatch.setattr("slimbayes.lab.runs.folder.note_unsealed", told.append)

@@ -108,6 +108,7 @@ def test_the_command_works_outside_of_the_checkout(smallest: Path, tmp_path: Pat
     check_command(smallest, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_module_is_the_command() -> None:
     done = run(sys.executable, "-m", "slimbayes", "--help")
     assert done.returncode == 0 and "reproduce" in done.stdout

@@ -913,9 +913,7 @@ COUNTS = [  # those of Tables 1 to 3 are in test_experiment_configs.py
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("build", "config", "expected"), COUNTS)
-def test_parameter_counts_are_the_papers(
-    build: Callable[[], nn.Module], config: sb.Config, expected: int
-) -> None:
+def test_parameter_counts_are_the_papers(build: Callable[[], nn.Module], config: sb.Config, expected: int) -> None:
     """F16, D.8: the true count, what summary says and what estimate_cost foretold."""
     with shapes_alone():
         net = build()

@@ -470,6 +470,7 @@ def test_a_module_called_twice_sees_one_draw(method: str, call: str) -> None:
 # ---- what a conversion must not disturb ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_pair
 def test_base_checkpoint_loads_into_the_converted_model(case: Case, method: sb.Config) -> None:
     donor, model = case.build().eval(), case.convert(case.build().eval(), method)

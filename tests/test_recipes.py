@@ -33,6 +33,7 @@ def test_recipes_are_what_the_record_chooses() -> None:
             assert (found.config, found.temperature) == (sb.config_from_dict(one["config"]), one["temperature"]), name
 
 
+@pytest.mark.slow
 def test_the_page_in_docs_is_made_of_the_record() -> None:
     assert defaults.PAGE.read_text() == defaults_page.page(RECORD, json.loads(defaults.EARLIER.read_text()))
 

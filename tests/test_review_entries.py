@@ -450,6 +450,7 @@ class LoudLayer(nn.TransformerEncoderLayer):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["batch-ensemble", "rank1", "mean-field", "k-tied"])
 @pytest.mark.parametrize("stacked", [False, True])
 @torch.no_grad()
@@ -764,6 +765,7 @@ def test_a_module_called_posterior_is_saved_and_loaded(method: str, base: bool, 
     assert id(model.posterior[0].weight) not in groups
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["mean-field", "flipout", "k-tied", "rank1", "drop-connect"])
 @pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
 @pytest.mark.parametrize("style", ["old", "new"])

@@ -161,6 +161,7 @@ def test_arrow_goes_in_and_out() -> None:
         assert got.json()["predictions"]["mean"] == [2.0, 4.0]
 
 
+@pytest.mark.slow
 def test_arrow_that_lies_is_refused() -> None:
     """Also what unpacks to more than it is: compressed, all null, or one long word in every row."""
     arrow = pytest.importorskip("pyarrow")
@@ -343,6 +344,7 @@ def predicted(run: Path, folder: Path, *words: object) -> list[dict[str, Any]]:
     return json.loads((folder / "out.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_run_on_a_table_is_served_by_its_columns_names(table_run: Path, tmp_path: Path) -> None:
     want = predicted(table_run, tmp_path, "--level", 0.8)
     with client(model=RunModel(table_run, draws=4, accelerator="cpu")) as server:
@@ -371,6 +373,7 @@ def test_a_run_on_a_table_is_served_by_its_columns_names(table_run: Path, tmp_pa
             assert answer.status_code == 422 and told in answer.json()["error"], (told, answer.text)
 
 
+@pytest.mark.slow
 def test_answers_as_npy(table_run: Path, tmp_path: Path) -> None:
     accept = {"accept": "application/x-npy"}
     with client(model=RunModel(table_run, draws=2, accelerator="cpu")) as server:
@@ -386,6 +389,7 @@ def test_answers_as_npy(table_run: Path, tmp_path: Path) -> None:
         assert {name: got[name].tolist() for name in got.dtype.names} == want and isinstance(want["label"][0], str)
 
 
+@pytest.mark.slow
 def test_categories_that_training_did_not_see_are_told(tmp_path: Path) -> None:
     lines = [f"{40 + i % 50},{('north', 'mid')[i % 2]},{i % 50 + i % 7}" for i in range(80)]
     (tmp_path / "a.csv").write_text("\n".join(["size,town,price", *lines]))

@@ -82,6 +82,7 @@ class Pictures(nn.Sequential):
 METHODS = [sb.Rank1(members=2), sb.Rank1(members=2, draws="member"), sb.BatchEnsemble(members=2), sb.Rank1(members=1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", METHODS, ids=["example", "member", "point", "one"])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("make", [Shapes, Pictures])

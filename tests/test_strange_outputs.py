@@ -77,6 +77,7 @@ def test_what_members_that_began_alike_give_without_rows_is_their_own() -> None:
     torch.testing.assert_close(sb.sample(net, x), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [sb.BatchEnsemble(members=2), sb.MeanField(), sb.Ensemble(members=2)])
 def test_models_that_collect_hidden_states_by_hooks_give_each_once(config: Any) -> None:
     transformers = pytest.importorskip("transformers")
@@ -106,6 +107,7 @@ class SomeRows(nn.Module):
         return self.last(h.index_put((some,), self.again(h[some]))).tanh()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sure", [None, 2.0])
 @pytest.mark.parametrize("count", [6, 4, 1, 0])  # which draws may share evenly, but wrongly
 @pytest.mark.parametrize(
@@ -194,6 +196,7 @@ def told_by(answer: Any) -> Tensor:
     return answer.mean if isinstance(answer, torch.distributions.Independent) else answer.logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [sb.BatchEnsemble(members=3), sb.MeanField(scale_init=0.2), sb.Ensemble(members=3)])
 @pytest.mark.parametrize("mixes", [False, True])
 @pytest.mark.parametrize("makes", [Answer, Mapped, normal, lambda h: torch.distributions.Categorical(logits=h)])
@@ -356,6 +359,7 @@ def test_numbers_and_words_that_draws_return_are_their_own() -> None:
     assert [found["word"].of(j) for j in range(8)] == [one["word"] for one in plain] and found["n"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [sb.MeanField(scale_init=0.3), sb.BatchEnsemble(members=3), sb.Ensemble(members=3)])
 @pytest.mark.parametrize("fold", ["auto", False])
 def test_steps_with_a_cache_are_those_of_the_draws_that_filled_it(config: Any, fold: Any) -> None:

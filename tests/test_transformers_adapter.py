@@ -199,6 +199,7 @@ def test_a_kl_that_leaves_the_data_no_say_is_told_of(tmp_path: Path) -> None:
         assert sum("the prior decides" in str(w.message) for w in said) == told
 
 
+@pytest.mark.slow
 def test_one_pass_and_chains_take_batches_with_labels() -> None:
     tokens = torch.stack([row["input_ids"] for row in ROWS])
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": torch.tensor([0, 1] * 6)}
@@ -214,6 +215,7 @@ def test_one_pass_and_chains_take_batches_with_labels() -> None:
     assert sb.members(walked) == 4
 
 
+@pytest.mark.slow
 def test_labels_of_causal_models_are_those_of_the_next_token() -> None:
     tokens = torch.stack([row["input_ids"] for row in ROWS[:4]])
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}
