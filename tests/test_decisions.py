@@ -75,6 +75,7 @@ def test_a_prediction_at_a_temperature_is_that_of_the_scaled_outputs(likelihood:
 # Conformal ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "level"), [(50, 0.9), (99, 0.9), (30, 0.5)])
 def test_coverage_given_the_held_out_rows_has_its_exact_law(n: int, level: float) -> None:
     """Beta(k, n + 1 - k) for scores without ties, by a Kolmogorov-Smirnov test over 300 held-out sets."""
@@ -89,6 +90,7 @@ def test_coverage_given_the_held_out_rows_has_its_exact_law(n: int, level: float
     assert np.mean(found) == pytest.approx(k / (n + 1), abs=4 * stats.beta(k, n + 1 - k).std() / math.sqrt(300))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adaptive", "threshold"])
 @pytest.mark.parametrize("sharp", [0.3, 4.0])
 def test_sets_cover_however_wrong_the_model_is(kind: Any, sharp: float) -> None:

@@ -488,6 +488,7 @@ def none(net: nn.Module) -> Tensor:
         sb.Rank1(members=1, random="s", prior=sb.Cauchy(1.0, 0.3), posterior="normal", scale_init=0.2, clip=1.1),
     ],
 )
+@pytest.mark.slow
 def test_without_data_the_mean_log_ratio_is_minus_the_kl(config: sb.Config) -> None:
     net = sb.bayesianize(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), config)
     ratios = dg.log_ratios(net, none, draws=6000, chunk=1000)

@@ -221,6 +221,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("q", "p"), MIXED)
 def test_kl_of_mixed_families_equals_adaptive_quadrature(q: object, p: object) -> None:
     """F9 for pairs of different families; 1e-6 where the prior is at least a third as wide as the posterior."""

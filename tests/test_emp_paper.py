@@ -1097,6 +1097,7 @@ def test_predict_approaches_the_enumerated_predictive_distribution(chunk: int | 
 # Rows of one draw -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("draws", ["forward", "example"])
 @pytest.mark.parametrize("call", ["sample", "bare"])

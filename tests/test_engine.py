@@ -195,6 +195,7 @@ class Interrupted(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False], ids=["after a call", "cold"])
 @pytest.mark.parametrize("call", ["bare", "sample", "loop", "predict", "frozen"])
 def test_an_interrupt_inside_a_layer_leaves_nothing_open(call: str, known: bool) -> None:
@@ -387,6 +388,7 @@ def keys(model: nn.Module) -> list[str]:
     return [p.key for p in passes.posteriors_of(model)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("method", METHODS)
 def test_copies_are_models_of_their_own(method: str, how: Callable[[Any], Any]) -> None:

@@ -92,6 +92,7 @@ def first(output: Any) -> Tensor:
 # Members are networks -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", [1, 2])
 @pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("network", NETWORKS)

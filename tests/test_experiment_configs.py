@@ -154,6 +154,7 @@ def rows_of(table: str) -> list[PaperRow]:
     return [row for row in ROWS if row.name.rpartition("/")[0] == table]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", TABLES)
 def test_a_row_is_valid_at_both_scales(table: str) -> None:
     for row in rows_of(table):

@@ -228,6 +228,7 @@ def faulty(fault: str) -> Dataset:
     ("complex", "got torch.complex64"),
     ("target", "mine, test row 4, column 0: the target is nan"),
 ])  # fmt: skip
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["standard", "unit"])
 def test_rows_that_cannot_be_used_are_refused_before_training(
     fault: str, told: str, scaling: str, tmp_path: Path

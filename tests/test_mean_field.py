@@ -306,6 +306,7 @@ def test_local_outputs_have_the_variance_of_the_scales(name: str, rank: int) -> 
     torch.testing.assert_close(variance(free, x), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"bias": "gaussian"}, {"max_scale": 0.35}], ids=["plain", "bias", "cap"])
 @pytest.mark.parametrize("name", LOCAL)
 def test_k_tied_local_draws_equal_mean_field_ones(name: str, options: dict[str, Any]) -> None:
@@ -479,6 +480,7 @@ NEAR = [
 WIDE = [(0.0, 0.03, 0.0025), (0.02, 0.1, 0.0025), (0.0, 0.3, 0.0025), (0.5, 1.0, 0.0025)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mean", "scale", "narrow"), NEAR)
 def test_scale_mixture_kl_equals_quadrature(mean: float, scale: float, narrow: float) -> None:
     """Posteriors up to four times as wide as the prior's spike, to a thousandth of a nat."""
@@ -487,6 +489,7 @@ def test_scale_mixture_kl_equals_quadrature(mean: float, scale: float, narrow: f
     assert got == pytest.approx(mixture_kl(mean, scale, prior), abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mean", "scale", "narrow"), WIDE)
 def test_scale_mixture_kl_of_wide_posteriors(mean: float, scale: float, narrow: float) -> None:
     """The default prior (narrow 0.0025) under scales that training reaches."""
@@ -818,7 +821,7 @@ def optimum(x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 Problem = tuple[Tensor, Tensor, Tensor]
 
 
-def fit(data: Problem, method: sb.Config, kl_weight: float = 1.0, steps: int = 250) -> tuple[Tensor, Tensor]:
+def fit(data: Problem, method: sb.Config, kl_weight: float = 1.0, steps: int = 150) -> tuple[Tensor, Tensor]:
     """Adam, averaged over the second half: ratios of fitted to best scales, distances of means in units of the best
     scale."""
     x, y, noise = data

@@ -361,6 +361,7 @@ class NoQuestions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 @every_layer
 def test_asks_the_device_nothing(case: str, training: bool) -> None:

@@ -994,6 +994,7 @@ LONG = torch.long
         (torch.full((1, C), 1 / C), torch.tensor([0.0]), "got dtype torch.float32"),
     ],
 )
+@pytest.mark.slow
 def test_bad_classes_are_refused_and_leave_no_trace(name: str, probs: Tensor, target: Tensor, match: str) -> None:
     metric = make(name)
     expected = value(make(name), *probs_and_target())

@@ -173,6 +173,7 @@ def test_folded_draws_in_training_mode_normalise_over_all_rows(case: str) -> Non
         torch.testing.assert_close(layer.get_buffer(name), buffer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_folded_and_one_at_a_time_agree_in_eval_mode(case: str) -> None:
@@ -430,6 +431,7 @@ def reference_draws(net: nn.Module, x: Tensor, draws: int) -> Tensor:
     return torch.stack(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("tokens", [5, 12])  # 12 tokens: as many as rows in a folded batch of 3 x 4

@@ -92,7 +92,7 @@ def fit_regression(correlated: bool, draws: str, kl_weight: float = 1.0, members
         mean = sb.sample(net, x, draws=8 if draws == "example" else 24)[..., 0]
         return sb.elbo(sb.gaussian(mean, y, noise), net, num_data=len(y), kl_weight=kl_weight).loss
 
-    loc, scale = fit(net, loss, 300)
+    loc, scale = fit(net, loss, 180)
     best_loc, best_scale = gaussian_optimum(x, y, weight, noise, members)
     return float((scale / best_scale).mean()), float((np.abs(loc - best_loc) / best_scale).mean())
 
@@ -171,7 +171,7 @@ def test_other_posteriors_reach_their_numeric_optimum(family: str, prior: Any, d
     def loss() -> Tensor:
         return sb.elbo(sb.gaussian(sb.sample(net, x, draws=16)[..., 0], y, noise), net, num_data=len(y)).loss
 
-    loc, scale = fit(net, loss, 300)
+    loc, scale = fit(net, loss, 180)
     ratios, distances = [], []
     for j, w in enumerate(weight.numpy()):
         rows = index == j

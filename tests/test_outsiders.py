@@ -224,6 +224,7 @@ def test_weights_that_a_model_keeps_in_a_list_are_told_to_be_as_they_were() -> N
         sb.sample(sb.bayesianize(net, sb.MeanField()), X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [sb.MeanField(estimator="local"), sb.MCDropout(), sb.DropConnect(), sb.Rank1()])
 @pytest.mark.parametrize("fold", ["auto", False])
 def test_what_is_drawn_late_from_a_seed_is_the_same_when_it_is_recomputed(config: Any, fold: Any) -> None:

@@ -709,6 +709,7 @@ def odd_file(file: Path, kind: str) -> Path:
         ("german", "decimal: comma"),
     ],
 )
+@pytest.mark.slow
 def test_init_of_tables_as_people_have_them(tmp_path: Path, kind: str, told: str) -> None:
     if kind == "american":  # more than one day, or the column would be the same in all rows
         file = odd_file(tmp_path / "odd.csv", kind)

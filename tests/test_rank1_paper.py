@@ -144,6 +144,7 @@ CONVOLUTIONS = [
 @pytest.mark.parametrize(
     ("draws", "members"), [("example", 2), ("member", 2), ("member", 1)]
 )  # one draw is folded into W
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options", "size"), CONVOLUTIONS)
 def test_convolution_equals_loops_with_materialised_kernels(
     kind: type, options: dict[str, Any], size: Spatial, draws: str, members: int
@@ -602,6 +603,7 @@ def repeated(value: Callable[[], Tensor], times: int) -> tuple[float, float]:
     return many.mean().item(), 4 * many.std().item() / math.sqrt(times) + 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["normal", "cauchy"])
 @pytest.mark.parametrize("spread", [0.01, 0.3, 3.0])
 def test_three_kls_of_a_mixture_and_which_bounds_which(family: str, spread: float) -> None:

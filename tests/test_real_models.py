@@ -326,6 +326,7 @@ def test_sample_keeps_tuples_and_dicts() -> None:
     assert out["parts"][0].shape == (4, 3, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [dict, BatchEncoding])
 @pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "resnet"])
 def test_predict_takes_the_batches_of_transformers(name: str, wrap: type) -> None:

@@ -144,6 +144,7 @@ def test_sampled_sequences_equal_the_slow_loop(
             np.testing.assert_allclose(array(state[1][j, :, b]), last_c, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", ["example", "member"])
 @pytest.mark.parametrize("shape", SHAPES[1:3])
 @pytest.mark.parametrize(("kind", "options"), KINDS)
@@ -224,6 +225,7 @@ def test_unbatched_sequences_equal_the_slow_loop(kind: type, options: dict[str, 
     np.testing.assert_allclose(array(state[0] if kind is nn.LSTM else state), last_h, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", ["example", "member"])
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 def test_dropout_between_layers_spares_the_last(kind: type, options: dict[str, Any], draws: str) -> None:
@@ -315,6 +317,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("draws", ["example", "member"])
 @pytest.mark.parametrize(("kind", "mode", "options"), CELLS)

@@ -225,6 +225,7 @@ class Interrupting(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["bare", "sample", "sample-loop", "predict", "frozen", "part"])
 def test_an_interrupted_call_leaves_nothing_open(call: str) -> None:
     model, x = nn.Sequential(nn.Linear(4, 8), Interrupting(), nn.Linear(8, 3)), torch.randn(6, 4)
@@ -626,6 +627,7 @@ def _rich() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["bare", "sample", "sample-loop", "frozen", "predict"])
 @pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
@@ -791,6 +793,7 @@ def test_normalised_weights_are_drawn(method: str, kind: str, style: str) -> Non
         assert_equal(sb.debayesianize(model)(x), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["mean-field", "flipout", "k-tied", "rank1"])
 @pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
 def test_old_style_norms_train(method: str, kind: str) -> None:

@@ -83,6 +83,7 @@ def test_predict_is_a_function_of_model_inputs_and_seed(method: str) -> None:
         assert float(whole.samples.unflatten(0, (6, -1)).std(0).max()) > 1e-3  # a member's draws differ
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_each_draw_is_one_function_for_all_rows(method: str) -> None:
     """The one that frozen holds with that seed, and that write_out writes."""

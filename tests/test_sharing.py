@@ -71,6 +71,7 @@ def _both(model: nn.Module, x: Tensor, draws: int) -> tuple[Tensor, Tensor]:
     return out[0], out[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_shared_passes_give_the_same_outputs(method: str) -> None:
     torch.manual_seed(0)

@@ -113,6 +113,7 @@ class SomeRows(nn.Module):
 @pytest.mark.parametrize(
     "config", [sb.Rank1(members=2, scale_init=0.3), sb.BatchEnsemble(members=2), sb.MeanField(), sb.Ensemble(members=2)]
 )
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_layers_that_meet_some_of_the_rows_later(config: Any, count: int, sure: float | None) -> None:
     net, x = sb.bayesianize(SomeRows(sure), config).eval(), torch.randn(12, 4)
@@ -403,6 +404,7 @@ class Rerun(nn.Module):
     "config",
     [sb.BatchEnsemble(members=3), sb.Rank1(members=3), sb.MeanField(), sb.ModelPatch(patch=".*"), sb.DropConnect()],
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("bare", [False, True])
 def test_layers_of_other_types_are_rerun_with_their_draws(config: Any, bare: bool) -> None:
     gradients = []

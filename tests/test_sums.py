@@ -37,6 +37,7 @@ def shifted(u: Tensor, v: Tensor) -> Tensor:
 EVERY: list[Callable[[Tensor, Tensor], Tensor]] = [sums.outer, sums.sum_log_outer, excess, squares, shifted]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", EVERY)
 @pytest.mark.parametrize("size", FACTORS)
 def test_first_and_second_derivatives_are_right(function: Any, size: tuple[int, int, int]) -> None:

@@ -152,6 +152,7 @@ def test_locating_rows_leaves_nothing_in_a_model(method: str) -> None:
         assert_equal(model.memory, 0.1 * out.flatten(0, 1).mean(0).detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["batch-ensemble", "rank1-example", "mean-field", "emp", "ensemble"])
 @pytest.mark.parametrize("make", [wm.Remembering, wm.Queue, wm.Prototypes])
 @torch.no_grad()
