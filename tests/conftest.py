@@ -36,7 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-SLOW_EXAMPLES = ("slimbayes.sklearn.estimators.", "slimbayes.prediction.export.")  # of docstrings
+# Of docstrings.
+SLOW_EXAMPLES = ("slimbayes.sklearn.estimators.", "slimbayes.prediction.export.", "slimbayes.train.recorded.compiled")
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out

@@ -162,6 +162,7 @@ def test_evaluate_again_with_more_draws(runs: list[Path], tmp_path: Path) -> Non
     assert call("evaluate", tmp_path).exit_code == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["csv", "json", "npz"])
 def test_predict_rows_of_ones_own(end: str, runs: list[Path], tmp_path: Path) -> None:
     x = np.random.default_rng(0).random((5, 1, 8, 8)).astype("float32")
@@ -229,6 +230,7 @@ def test_compare_and_report(runs: list[Path], tmp_path: Path) -> None:
     assert call("report", tmp_path / "nothing", "-o", tmp_path / "x.html").exit_code == 3
 
 
+@pytest.mark.slow
 def test_a_damaged_record_is_left_out_of_the_report_and_told(runs: list[Path], tmp_path: Path) -> None:
     import shutil
 
