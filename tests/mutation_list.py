@@ -622,4 +622,28 @@ MUTATIONS = [
         "self.spread(self._normal(noise.block))",
         "test_correlated.py -k pruned",
     ),
+    Mutation(
+        "seeds-of-its-own",
+        "same = all(map(torch.equal, map(padded, one), map(padded, other)))",
+        "same = False",
+        "test_outsiders.py -k seeds_itself",
+    ),
+    Mutation(
+        "state-that-shows-later",
+        "alike and _rows_in(first) == _rows_in(second)",
+        "alike",
+        "test_outsiders.py -k after_some_calls",
+    ),
+    Mutation(
+        "attention-past-its-forward",
+        'values = (own.weight, own.bias) if found.probing else self._drawn("out")',
+        "values = own.weight, own.bias",
+        "test_outsiders.py -k past_its_forward",
+    ),
+    Mutation(
+        "graphs-not-copied",
+        "kept = [v for v in inside if isinstance(v, Tensor) and v.grad_fn is not None]",
+        "kept = []",
+        "test_outsiders.py -k tensors_of_a_graph",
+    ),
 ]
