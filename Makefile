@@ -36,7 +36,7 @@ quick: .venv/ready
 mutations: .venv/ready
 	$(RUN) tests/mutations.py
 
-# Kernels without a GPU: their tests in Triton's interpreter, and each compiled for an H200. Some ten minutes.
+# Kernels without a GPU: their tests in Triton's interpreter, and each compiled for an H200. Some two minutes.
 kernels: .triton/ready
 	PYTHONPATH=.triton $(RUN) -m pytest -n 2 --dist worksteal tests/test_kernels_*.py
 
