@@ -273,22 +273,6 @@ def test_a_model_that_has_run_goes_on_after_its_posteriors_changed_class() -> No
     assert all(p.layer is layer for layer, p in zip((net[0], net[2]), posteriors_of(net), strict=True))
 
 
-def test_a_weight_of_two_layers_counts_once() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.b.weight = self.a.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(torch.tanh(self.a(x)))
-
-    net = sb.bayesianize(Tied(), sb.MeanField(scale_init=0.3))
-    ratios = dg.log_ratios(net, lambda held: torch.zeros(500), draws=500, chunk=500)
-    assert list(dg.prune(copy.deepcopy(net), 0.5).by_weight) == ["a.weight"]
-    assert float(ratios.mean()) == pytest.approx(-float(sb.kl(net).detach()), rel=0.1)
-
-
 def test_truncation_of_a_module_converted_inside_another() -> None:
     net = nn.Sequential(sb.bayesianize(nn.Sequential(nn.Linear(6, 5)), sb.KTied(rank=2)), nn.Linear(5, 3))
     sb.bayesianize(net, sb.Rank1(members=2), exclude=r"0\..*")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import slimbayes as sb
+from slimbayes import diagnostics as dg
 from slimbayes.decisions import Abstention, Temperature
 from slimbayes.distributions.families import Normal
 from slimbayes.prediction.prediction import Prediction
@@ -221,3 +222,10 @@ def test_a_category_of_test_rows_alone_is_refused(tmp_path: Path) -> None:
 def test_intervals_weigh_members() -> None:
     p = Prediction.from_outputs(torch.tensor([[[0.0]], [[100.0]]]), "gaussian", 2, 1.0, weights=[1.0, 0.0])
     assert float(p.interval(0.9)[1]) < 2
+
+
+def test_a_weight_of_two_layers_counts_once() -> None:
+    net = sb.bayesianize(Tied(), sb.MeanField(scale_init=0.3))
+    ratios = dg.log_ratios(net, lambda held: torch.zeros(500), draws=500, chunk=500)
+    assert list(dg.prune(copy.deepcopy(net), 0.5).by_weight) == ["a.weight"]
+    assert float(ratios.mean()) == pytest.approx(-float(sb.kl(net).detach()), rel=0.1)
