@@ -1,6 +1,7 @@
 """Who counts as missing: a process that is gone or stopped, and one far away that trained and fell silent."""
 
 import json
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -20,6 +21,12 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.kill()
     process.wait()
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Stop a process, and wait until it is: a signal takes its time."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
 
 
 class Left(BaseException):
@@ -55,7 +62,7 @@ def test_a_stopped_process_is_named_and_killed(
     tmp_path: Path, other: subprocess.Popen[bytes], leaves: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     watching = rank_0(tmp_path, Line(3, "now", other.pid, HOST, "step 7"))
-    other.send_signal(signal.SIGSTOP)
+    stop(other)
     assert found(watching, 5) is None, "a debugger may stop it for a moment"
     lost = found(watching)
     assert lost == (1, "stopped")
@@ -70,7 +77,7 @@ def test_one_that_is_stopped_in_the_middle_of_a_line_is_found(tmp_path: Path, ot
     watching = rank_0(tmp_path, Line(3, "now", other.pid, HOST, "step 7"))
     assert watching._missing() is None
     (tmp_path / ".ranks" / "1").write_text("[4, ")
-    other.send_signal(signal.SIGSTOP)
+    stop(other)
     assert found(watching) == (1, "stopped")
 
 
@@ -84,7 +91,7 @@ def test_one_that_left_in_order_is_not_missed(tmp_path: Path, other: subprocess.
 
 def test_one_that_writes_again_was_not_missing(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
     watching = rank_0(tmp_path, Line(3, "now", other.pid, HOST, "step 7"))
-    other.send_signal(signal.SIGSTOP)
+    stop(other)
     for beat in range(LOOKS):
         (tmp_path / ".ranks" / "1").write_text(json.dumps(Line(beat, "now", other.pid, HOST, "step 7")))
         assert watching._missing() is None

@@ -176,15 +176,14 @@ def test_a_request_to_stop_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pyte
 def test_kill_nine_at_random_times(tmp_path: Path) -> None:
     """SIGKILL from outside, again and again; then the run is let through."""
     draw, kills, every2 = random.Random(1), 0, Execution(accelerator="cpu", workers=0, checkpoint_every=2)
-    chosen = experiment(method=METHODS["emp"], train={"epochs": 10}, model={"width": 2})
+    chosen = experiment(method=METHODS["emp"], train={"epochs": 20}, model={"width": 2})
     whole, cut = fit(chosen, tmp_path / "whole", CPU), tmp_path / "cut"
     for _ in range(4):
-        child = forks.start(fit, chosen, cut, every2, True)
         seen = latest_step(cut)
-        deadline = time.monotonic() + 60
-        while child.is_alive() and latest_step(cut) <= seen + 6 and time.monotonic() < deadline:
-            time.sleep(0.005)
-        time.sleep(draw.random() * 0.05)
+        child = forks.start(fit, chosen, cut, every2, True)
+        deadline, further = time.monotonic() + 60, draw.randint(2, 8)
+        while child.is_alive() and latest_step(cut) <= seen + further and time.monotonic() < deadline:
+            time.sleep(0.002)
         kills += child.is_alive()
         child.kill()
         child.join()
