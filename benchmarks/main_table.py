@@ -145,7 +145,7 @@ def reading(found: Mapping[str, Scores]) -> str:
         first, noise = "" if best == PLAIN else f", plain {means[PLAIN]:.3f}", " beyond noise" if sure else ""
         out.append(
             f"By NLL {words} {best} is best ({means[best]:.3f}{first}). Better than plain{noise}: "
-            f"{'; '.join(ahead) or 'none'}. Worse: {'; '.join(behind) or 'none'}."
+            f"{'; '.join(ahead) or 'none'}. Worse: {len(behind)} of {len(others)}."
         )
     out += _against_ensemble(found)
     few = [name for name in others if difference(found, name, "nll") is None]

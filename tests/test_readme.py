@@ -53,3 +53,11 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
             assert target in made or (page.parent / target).exists(), f"{shown(page)} -> {target}"
+
+
+def test_the_table_of_methods_has_them_all() -> None:
+    from slimbayes.posteriors import METHODS
+
+    table = (ROOT / "README.md").read_text().partition("<!-- methods -->")[2].partition("<!-- /methods -->")[0]
+    named = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
+    assert named - {"config"} == set(METHODS)

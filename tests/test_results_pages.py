@@ -136,7 +136,8 @@ def test_the_table_marks_what_differs_from_plain_beyond_noise() -> None:
         "| rank-1 | 1.0% | 42 | 0.415 + | 90.00 | 0.0100 | 1.215 - |" in text and "| noisy | 1.0% |  | 0.500 |" in text
     )
     assert (
-        "clean images rank-1 is best (0.415, plain 0.515). Better than plain beyond noise: rank-1. Worse: none" in text
+        "clean images rank-1 is best (0.415, plain 0.515). Better than plain beyond noise: rank-1. Worse: 0 of 2"
+        in text
     )
     assert "ones noisy is best (0.900, plain 1.000). Better than plain beyond noise: noisy. Worse: rank-1." in text
     assert "4 seeds" in text and "cost of 40 epochs" in text
