@@ -139,7 +139,7 @@ def test_the_table_marks_what_differs_from_plain_beyond_noise() -> None:
         "clean images rank-1 is best (0.415, plain 0.515). Better than plain beyond noise: rank-1. Worse: 0 of 2"
         in text
     )
-    assert "ones noisy is best (0.900, plain 1.000). Better than plain beyond noise: noisy. Worse: rank-1." in text
+    assert "ones noisy is best (0.900, plain 1.000). Better than plain beyond noise: noisy. Worse: 1 of 2." in text
     assert "4 seeds" in text and "cost of 40 epochs" in text
     assert "no records yet" in main_table.block([], {})
     unshifted = [r.model_copy(update={"evaluations": [e for e in r.evaluations if e.role != "shift"]}) for r in records]
