@@ -158,7 +158,7 @@ def test_the_table_marks_what_differs_from_plain_beyond_noise() -> None:
     some = main_table.block([one for one in records if one.name != "noisy" or one.seed < 2], {})
     assert "Not judged yet, with fewer than 3 seeds: noisy." in some
     few = main_table.block([one for one in records if one.seed < 2], {})
-    assert "Fewer than 3 seeds" in few and "Better than plain: rank-1; noisy. Worse: none." in few
+    assert "Fewer than 3 seeds" in few and "Better than plain: rank-1; noisy. Worse: 0 of 2." in few
 
 
 def test_every_attempt_is_shown_by_cost_and_validation_rows_and_held_against_the_ensemble() -> None:
