@@ -22,7 +22,9 @@ PACKED = "A packed output has no axis for draws: unpack it inside the model, wit
 
 
 class Unproven(Exception):
-    """A layer met an input whose rows nobody has located: the caller falls back to one draw at a time."""
+    """Rows do not lie where a layout says, or act on each other; the text says where. A proof then tries another guess,
+    and a call runs one draw at a time.
+    """
 
 
 @dataclass

@@ -17,10 +17,10 @@ from torch._compile import _disable_dynamo
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes, proof
-from slimbayes.engine.layout import Layout, arrays_of, leaves_of, tree_map
+from slimbayes.engine.layout import Layout, Unproven, arrays_of, leaves_of, tree_map
 from slimbayes.engine.modules import Posteriors, tree_of
 from slimbayes.engine.objects import calls_layers, without_cache
-from slimbayes.engine.probe import Mixed, Visit
+from slimbayes.engine.probe import Visit
 from slimbayes.engine.quiet import inside_func, is_captured
 from slimbayes.engine.trial import first_line, run_probe, undisturbed
 
@@ -168,7 +168,7 @@ def _compare_with_loop(model: nn.Module, inputs: Any, posteriors: Sequence[Any],
     try:
         with undisturbed(model, inputs, posteriors) as trials:
             proof.Proof(trials, inputs, layout).verify()
-    except (Mixed, passes.Unproven) as error:
+    except Unproven as error:
         return Layout(why=str(error), mixed=True)
     except Exception:  # inputs that the model cannot take: the call itself will say so
         pass

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes
-from slimbayes.engine.layout import Dims, arrays_of, leaves_of, map_arrays, padded
+from slimbayes.engine.layout import Dims, Unproven, arrays_of, leaves_of, map_arrays, padded
 from slimbayes.engine.objects import attributes_of
 from slimbayes.engine.quiet import Quiet
 from slimbayes.engine.sharing import plain_modules
@@ -21,10 +21,6 @@ from slimbayes.engine.state import Change
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]  # of rows
 Prints = tuple[Tensor, Tensor] | None
-
-
-class Mixed(Exception):
-    """A hypothesis about rows does not hold; the text says why."""
 
 
 def _shapes(tree: Any) -> list[tuple[int, ...]] | None:
@@ -104,7 +100,7 @@ class Probe(passes.Pass):
                 continue
             try:
                 ins, outs = (tuple(doubled(a, b, "") for a, b in zip(*two, strict=True)) for two in zip(earlier, now))
-            except (Mixed, ValueError):
+            except (Unproven, ValueError):
                 continue
             if all(d is not None for d in (*ins, *outs)):  # what has no rows might still depend on all of them
                 self.ahead[key] = (ins, outs)
@@ -140,7 +136,7 @@ class Probe(passes.Pass):
                 return out
             if hasattr(layer, "copied_names") and here.reads != earlier.reads:
                 # Members see only their own rows: what one reads from all rows it would read from fewer.
-                raise Mixed(f"{here.name}: a number computed from all rows decides what it does")
+                raise Unproven(f"{here.name}: a number computed from all rows decides what it does")
             return self._tainted(out, earlier, here)
 
     def prints(self, x: Tensor, dim: int | None) -> Prints:
@@ -163,11 +159,11 @@ class Probe(passes.Pass):
             if dim is None and leaf.is_floating_point() and leaf.numel() and leaf.data_ptr() not in given:
                 objects.append(f"{tuple(leaf.shape)} without rows")
         if objects:
-            raise Mixed(f"{here.name} gives {objects[0]}, of which each member has its own")
+            raise Unproven(f"{here.name} gives {objects[0]}, of which each member has its own")
 
     def _compare(self, here: Visit, earlier: Visit | None, arrays: list[Tensor]) -> None:
         if earlier is None or earlier.key != here.key or len(earlier.shapes) != len(here.shapes):
-            raise Mixed(f"{here.name} is not called alike for more rows")
+            raise Unproven(f"{here.name} is not called alike for more rows")
         if self.taint is None:
             here.dims = [doubled(a, b, here.name) for a, b in zip(earlier.shapes, here.shapes, strict=True)]
         else:
@@ -208,7 +204,7 @@ def entries(mask: Mask, size: int, name: str) -> Mask:
     if size % rows == 0:
         return mask.repeat(size // rows)
     if size % 2 or (mask[: rows // 2] == mask[rows // 2 :]).any() or (mask[1:] != mask[:-1]).sum() != 1:
-        raise Mixed(f"{name}: {size} entries for {rows} rows, none for each of them")
+        raise Unproven(f"{name}: {size} entries for {rows} rows, none for each of them")
     return mask[[0, -1]].repeat(size // 2)
 
 
@@ -233,7 +229,7 @@ def doubled(a: tuple[int, ...], b: tuple[int, ...], name: str) -> int | None:
         return None
     found = [d for d in range(min(len(a), len(b))) if a[d] != b[d]]
     if len(a) != len(b) or len(found) != 1 or b[found[0]] != 2 * a[found[0]]:
-        raise Mixed(f"{name}: {a} became {b} when every row came twice")
+        raise Unproven(f"{name}: {a} became {b} when every row came twice")
     return found[0]
 
 

@@ -26,11 +26,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import noise, passes, trial
-from slimbayes.engine.layout import Dims, Layout, arrays_of, leaves_of, map_arrays, padded, tree_map
+from slimbayes.engine.layout import Dims, Layout, Unproven, arrays_of, leaves_of, map_arrays, padded, tree_map
 from slimbayes.engine.objects import copy_containers, open_objects, stack_draws, without_cache
 from slimbayes.engine.probe import (
     Mask,
-    Mixed,
     Probe,
     doubled,
     entries,
@@ -61,7 +60,7 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
             proof, along = Proof(trials, inputs, guess), (guess.lead or (0, 0))[1]
             try:
                 layout = proof.run()
-            except Mixed as error:
+            except Unproven as error:
                 first, mixed = first or str(error), True
                 looped = looped or (tried == 0 and not along and proof.one_by_one())
             except Exception as error:
@@ -76,7 +75,7 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
                     counts = model.training and any(getattr(m, "scale_grad_by_freq", False) for m in model.modules())
                     why = "an embedding divides gradients by how often a word occurs, which is more often in all draws"
                     return replace(layout, folds=False, why=why) if counts else layout
-                except (Mixed, passes.Unproven) as error:
+                except Unproven as error:
                     first, mixed = first or str(error), True
                 except ValueError:
                     return layout  # a posterior refuses what it met: the call itself will say so
@@ -90,7 +89,7 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
         try:
             trial.run_probe(trials, inputs, 1)
         except Exception as error:
-            fails = not isinstance(error, Mixed)
+            fails = not isinstance(error, Unproven)
     lead = next((h.lead for h in trial.candidate_layouts(inputs, batch_dim)), None)
     first = first or "no input has a dimension that could hold rows"
     return Layout(why=first, lead=lead, told=fails, mixed=mixed, keeps=keeps)
@@ -122,7 +121,7 @@ class Proof:
         layout.made = self.rows, [tuple(padded(a).shape) for a in arrays_of(out1)]
         layout.ahead, layout.random = double.ahead, single.quiet.random
         if layout.random and trial.seeds_itself(self.trials, twice, 2 * self.rows, layout.outputs):
-            raise Mixed("it seeds random numbers itself, which differ between rows")
+            raise Unproven("it seeds random numbers itself, which differ between rows")
         second, some = np.arange(2 * self.rows) >= self.rows, some_rows(2 * self.rows)
         self._collect(self._change(second, double, out2))
         self._change(~second, double, out2)
@@ -131,7 +130,7 @@ class Proof:
             self._shift(out1)
             self._change(some, double, out2)
             layout.apart = True
-        except Mixed as error:
+        except Unproven as error:
             layout.why = str(error)
             if not layout.folds:
                 raise
@@ -155,7 +154,7 @@ class Proof:
         if plain.quiet.reads != tainted.quiet.reads:  # they may depend on the inputs, but not on the draws of some rows
             again, _ = self._probe(self.layout.tile(self.inputs, 2), plain, mask)
             if plain.quiet.reads != again.quiet.reads:
-                raise Mixed("a number computed from all rows decides what the model does")
+                raise Unproven("a number computed from all rows decides what the model does")
         return tainted
 
     def _shift(self, out: Any) -> None:
@@ -169,24 +168,24 @@ class Proof:
         for inputs, ahead, start, size, when in chosen:
             try:
                 other = arrays_of(self._probe(inputs)[1])
-            except Mixed:
+            except Unproven:
                 raise
             except Exception as error:
-                raise Mixed(f"{type(error).__name__} when {when}: {trial.first_line(error)}") from error
+                raise Unproven(f"{type(error).__name__} when {when}: {trial.first_line(error)}") from error
             pairs = zip(map(padded, arrays_of(out)), map(padded, other), self.layout.outputs, strict=True)
             for i, (a, b, dim) in enumerate(pairs):
                 name = f"output {i} of shape {tuple(a.shape)}"
                 if dim is not None:
                     if a.shape[dim] % self.rows:
-                        raise Mixed(f"{name} has no entry for each row")
+                        raise Unproven(f"{name} has no entry for each row")
                     each = a.shape[dim] // self.rows
                     a = a.narrow(dim, start * each, size * each)
                     b = b.narrow(dim, ahead * each, b.shape[dim] - ahead * each)
                 if b.shape != a.shape:
-                    raise Mixed(f"{name} has not as many entries as rows when {when}")
+                    raise Unproven(f"{name} has not as many entries as rows when {when}")
                 if (ahead or dim is not None) and not self._close(b, a):
                     self.layout.folds = not ahead
-                    raise Mixed(f"{name} changes when {when}")
+                    raise Unproven(f"{name} changes when {when}")
 
     def _probe(self, inputs: Any, before: Probe | None = None, mask: Mask | None = None) -> tuple[Probe, Any]:
         rows = self.rows * (1 if before is None else 2)
@@ -196,17 +195,17 @@ class Proof:
         """Where rows lie in outputs, of which the others have twice as many."""
         first, second = arrays_of(one), arrays_of(other)
         if len(first) != len(second) or len(leaves_of(one)) != len(leaves_of(other)):
-            raise Mixed("the number of outputs depends on the number of rows")
+            raise Unproven("the number of outputs depends on the number of rows")
         for a, b in zip(leaves_of(one), leaves_of(other), strict=True):
             if isinstance(a, float) and a != b:
-                raise Mixed("a number that the model returns depends on the number of rows")
+                raise Unproven("a number that the model returns depends on the number of rows")
         dims = []
         for i, (a, b) in enumerate(zip(map(padded, first), map(padded, second), strict=True)):
             name = f"output {i} of shape {tuple(a.shape)}"
             dim = doubled(tuple(a.shape), tuple(b.shape), name) if a.numel() else tuple(a.shape).index(0)
             halves = [b] if dim is None else list(b.split(a.shape[dim], dim)) if a.shape[dim] else []
             if not all(self._close(half, a) for half in halves):
-                raise Mixed(f"{name} changes when every row comes twice")
+                raise Unproven(f"{name} changes when every row comes twice")
             dims.append(dim)
         return tuple(dims)
 
@@ -238,7 +237,7 @@ class Proof:
         pairs = zip(map(padded, out), map(padded, changed), self.layout.outputs, strict=True)
         for i, (x, y, dim) in enumerate(pairs):
             if x.shape != y.shape:
-                raise Mixed(f"output {i} changes its shape when a single row is repeated for each draw")
+                raise Unproven(f"output {i} changes its shape when a single row is repeated for each draw")
             said = f"output {i}{'' if dim is not None else ', which has no rows,'} mixes rows of different draws"
             if (p := plain.prints(x, dim)) is not None and (q := tainted.prints(y, dim)) is not None:
                 self._check(mask, p, q, dim, said)
@@ -249,7 +248,7 @@ class Proof:
         kept = slice(None) if dim is None else ~entries(mask, len(plain), message)
         slack = (1e-7 if p[0].is_cuda else 1e-13) * size[kept].sum()
         if plain.shape != changed.shape or not (abs(plain - changed)[kept] <= slack).all():
-            raise Mixed(message.replace("draws", "rows") if self.layout.folds else message)
+            raise Unproven(message.replace("draws", "rows") if self.layout.folds else message)
 
     def _collect(self, probe: Probe) -> None:
         """The dimension of rows of every layer's inputs."""
@@ -260,13 +259,13 @@ class Proof:
             if dim is None:
                 if not stands_for_all(visit):
                     shape = visit.shapes[0] if visit.shapes else ()
-                    raise Mixed(f"{visit.name}: an input of shape {shape} has no rows in it")
+                    raise Unproven(f"{visit.name}: an input of shape {shape} has no rows in it")
                 dim = -1
             if not visit.layer.may_hold_rows(dim, len(visit.shapes[0])):
-                raise Mixed(f"{visit.name}: dimension {dim} of its input {visit.shapes[0]} cannot hold rows")
+                raise Unproven(f"{visit.name}: dimension {dim} of its input {visit.shapes[0]} cannot hold rows")
             at = (visit.key, len(visit.shapes[0]))
             if (known := layout.dims.setdefault(at, dim)) != dim:
-                raise Mixed(f"{visit.name}: its rows lie along dimension {known} in one call and {dim} in another")
+                raise Unproven(f"{visit.name}: its rows lie along dimension {known} in one call and {dim} in another")
             if dim >= 0 and visit.shapes[0][dim] % (2 * self.rows):
                 layout.joined.add(at)
             layout.arguments[visit.key, tuple(map(len, visit.shapes))] = (tuple(visit.dims), tuple(before.out_dims))
@@ -282,7 +281,7 @@ class Proof:
         for i, (a, b) in enumerate(zip(together, arrays_of(stack_draws(parts)), strict=True)):
             if not self._close(a, b):
                 off = trial.relative_difference(a, b)
-                raise Mixed(f"output {i} of folded draws differs from that of single ones by {off:.2g} of its size")
+                raise Unproven(f"output {i} of folded draws differs from that of single ones by {off:.2g} of its size")
 
     def _run_drawn(self, new: passes.Pass, inputs: Any) -> Any:
         """What the model gives with the draws of a pass, and nothing else at random."""

@@ -19,9 +19,9 @@ from torch.distributions import Distribution
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes
-from slimbayes.engine.layout import Dims, Layout, arrays_of, leaves_of, map_arrays, padded, tree_map
+from slimbayes.engine.layout import Dims, Layout, Unproven, arrays_of, leaves_of, map_arrays, padded, tree_map
 from slimbayes.engine.objects import UNORDERED, attributes_of, copy_containers, open_objects, without_cache
-from slimbayes.engine.probe import Mask, Mixed, Probe, other_numbers
+from slimbayes.engine.probe import Mask, Probe, other_numbers
 from slimbayes.engine.quiet import Quiet, inside_func
 from slimbayes.engine.state import State, Trials, same_changes
 from slimbayes.errors import SlimbayesWarning
@@ -93,9 +93,9 @@ def run_probe(
     """
     probe, out = run_unchecked(trials, inputs, rows, before, taint)
     if probe.quiet.used:
-        raise Mixed(f"the weight of {next(iter(probe.quiet.used))} is used past the layer's own forward")
+        raise Unproven(f"the weight of {next(iter(probe.quiet.used))} is used past the layer's own forward")
     if before is not None and len(before.visits) != len(probe.visits):
-        raise Mixed(f"{before.visits[-1].name} and other layers are not called alike for more rows")
+        raise Unproven(f"{before.visits[-1].name} and other layers are not called alike for more rows")
     return probe, out
 
 
