@@ -110,8 +110,8 @@ MUTATIONS = [
     ),
     Mutation(
         "view-keeps-calls",
-        "new.calls, new.substitutes, new.joined, new.apart, new.drawn_yet = {}, {}, [], {}, False",
-        "new.substitutes, new.joined, new.apart, new.drawn_yet = {}, [], {}, False",
+        "new.calls, new.substitutes, new.joined, new.unbound, new.drawn_yet = {}, {}, [], {}, False",
+        "new.substitutes, new.joined, new.unbound, new.drawn_yet = {}, [], {}, False",
         "test_engine.py -k held_masks",
     ),
     Mutation(
@@ -156,7 +156,7 @@ MUTATIONS = [
     Mutation("backward-task", "(found is None or found.task != task)", "found is None", "test_engine.py -k checkpoint"),
     Mutation(
         "split-apart",
-        "    if split and not layout.apart:\n",
+        "    if split and not layout.rowwise:\n",
         "    if split and not layout.folds:\n",
         "test_engine.py -k within_a_batch",
     ),
@@ -172,8 +172,8 @@ MUTATIONS = [
     Mutation("proof-first-half", "self._change(~second, double, out2)", "pass", "test_engine.py -k wrong_folding"),
     Mutation(
         "larger-inputs",
-        "        if why:\n            layout.folds",
-        "        if False:\n            layout.folds",
+        "        if why:\n            layout.run_one_by_one",
+        "        if False:\n            layout.run_one_by_one",
         "test_engine.py -k cut_only",
     ),
     Mutation(
@@ -211,7 +211,7 @@ MUTATIONS = [
     Mutation(
         "proof-apart",
         "layout.why = str(error)\n            if",
-        "layout.why, layout.apart = str(error), True\n            if",
+        "layout.why, layout.rowwise = str(error), True\n            if",
         "test_engine.py -k within_a_batch",
     ),
     Mutation(

@@ -674,7 +674,7 @@ def proven(
 def test_a_wrong_folding_is_found_out_and_the_reason_names_a_place(name: str, mode: bool) -> None:
     _, _, layout = proven(*WRONG[name], mode=mode)
     assert not layout.folds
-    assert not layout.apart
+    assert not layout.rowwise
     assert any(
         layout.why.startswith(place) or f"of {place} " in layout.why
         for place in ("a", "b", "c", "output 0", "output 1")
@@ -709,7 +709,7 @@ def test_both_halves_of_a_doubled_batch_are_compared() -> None:
 def test_rows_that_feel_each_other_within_a_batch_fold_but_are_not_apart(run: Any, inputs: Any) -> None:
     model, args, layout = proven(two(run), inputs)
     assert layout.folds
-    assert not layout.apart
+    assert not layout.rowwise
     with torch.no_grad():
         close(sb.sample(model, *args), sb.sample(model, *args, fold=False))
         with pytest.raises(ValueError, match="told apart"):
@@ -744,7 +744,7 @@ def test_where_folding_is_wrong_draws_run_one_by_one_and_right(name: str) -> Non
 def test_a_right_folding_is_found(name: str, mode: bool) -> None:
     _, args, layout = proven(*RIGHT[name], mode=mode)
     assert layout.folds, layout.why
-    assert layout.apart, layout.why
+    assert layout.rowwise, layout.why
     assert layout.rows((args, {})) == (1 if name == "one-row" else 6)
 
 
@@ -753,7 +753,7 @@ def test_rows_that_act_on_each_other_within_pairs_do_not_fold() -> None:
     """Which row is whose partner depends on its number: with an odd number of rows a fold would pair draws."""
     model, args, layout = proven(two(pairs), x(6, 4))
     assert not layout.folds
-    assert not layout.apart
+    assert not layout.rowwise
     assert "row" in layout.why
     with torch.no_grad():
         close(sb.sample(model, *args), sb.sample(model, *args, fold=False))
@@ -781,7 +781,7 @@ def test_packed_sequences_fold(enforce: bool) -> None:
     model = converted(Reads())
     layout = proof.prove(model, ((packed,), {}), passes.posteriors_of(model), None)
     assert layout.folds, layout.why
-    assert layout.apart, layout.why
+    assert layout.rowwise, layout.why
     with torch.no_grad():
         close(sb.sample(model, packed), sb.sample(model, packed, fold=False))
 

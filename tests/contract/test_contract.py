@@ -339,7 +339,7 @@ def test_every_row_of_a_folded_batch_equals_a_plain_model_with_that_draws_weight
             nn.init.uniform_(posterior.running_var, 0.5, 2.0)
     layout, draws = calls.layout_of(model, (x,), {}, posteriors_of(model)), 2 * sb.members(model)
     assert layout.folds
-    new = passes.Pass(draws, draws * case.rows, rowwise=layout.apart)
+    new = passes.Pass(draws, draws * case.rows, rowwise=layout.rowwise)
     noise.draw(posteriors_of(model), new)
     sampled = main_output(calls.run_draws(model, posteriors_of(model), (x,), {}, new, layout, folds=True))
     rtol, atol = (1e-6, 1e-7) if "drop" in method else (1e-9, 1e-10)  # dropout rates are float32

@@ -59,16 +59,16 @@ class Scope(Pass):
         if self.whole and rows and self.rows and rows % self.rows == 0:
             rows = self.rows
         if not needs_rows(self.posteriors):
-            layout = replace(layout, apart=False)  # one draw for all, however many rows the parts are called with
+            layout = replace(layout, rowwise=False)  # one draw for all, however many rows the parts are called with
         if self.inner is None or self.inner.spent or (self.inner.rows != rows and self.inner.draws is None):
-            if self.inner is not None and not self.inner.spent and layout.apart:
+            if self.inner is not None and not self.inner.spent and layout.rowwise:
                 said = (
                     f"A method of {type(self.module).__name__} calls its parts with {self.inner.rows} and {rows} rows, "
                     f"which share out draws in other ways: hold one for all, with frozen(model, draws=1)."
                 )
                 warnings.warn(said, SlimbayesWarning, stacklevel=6)
             self.inner = _bare_pass(self.posteriors, rows, layout, self.first)
-        if self.whole and self.inner.draws is None and not layout.apart and rows > 1:
+        if self.whole and self.inner.draws is None and not layout.rowwise and rows > 1:
             raise ValueError(
                 f"Sequences cannot each have a draw: the rows of a part of {type(self.module).__name__} cannot be told "
                 f"apart ({layout.why}). Hold one draw for all of them: with frozen(model, draws=1)."
@@ -117,7 +117,7 @@ def _open(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
         rows = layout.rows((args, kwargs))
         check_size(module, (args, kwargs), posteriors, layout)
         _tell_of_part(module, posteriors, rows)
-    if layout is not None and not layout.apart and rows > 1:
+    if layout is not None and not layout.rowwise and rows > 1:
         warn_of_loop(layout, "each call uses one draw for all rows, where rows would share out the members")
     new = _bare_pass(posteriors, rows, layout)
     new.opener = module
@@ -154,11 +154,11 @@ def _tell_of_part(module: nn.Module, posteriors: Sequence[Any], rows: int) -> No
 def _bare_pass(posteriors: Sequence[Any], rows: int, layout: Layout | None, first: Any = None) -> Pass:
     """Each row one draw, members starting at a random one; one draw for all rows where they cannot be told apart."""
     most = _most_members(posteriors)
-    apart = layout is not None and layout.apart and rows > 0
+    rowwise = layout is not None and layout.rowwise and rows > 0
     if first is None:
         first = noise.random_member(posteriors[0].device) if most > 1 else 0
-    new = Pass(None if apart else 1, rows, first, rowwise=apart)
-    new.layout = layout if apart else None
+    new = Pass(None if rowwise else 1, rows, first, rowwise)
+    new.layout = layout if rowwise else None
     return noise.draw(posteriors, new)
 
 
@@ -190,10 +190,10 @@ def _call_under_held_draws(held: Pass, module: nn.Module, function: Callable[...
         layout = layout_of(module, args, kwargs, posteriors)
         rows = layout.rows((args, kwargs))
         check_size(module, (args, kwargs), posteriors, layout)
-        if not layout.apart and held.total > 1:
+        if not layout.rowwise and held.total > 1:
             what = f"of the {held.draws} draws that are held this call uses the first; sample(model, ...) runs all"
             warn_of_loop(layout, what)
-        new = held.view(rows, layout) if layout.apart else held.single(0, layout if layout.folds else None)
+        new = held.view(rows, layout) if layout.rowwise else held.single(0, layout if layout.folds else None)
     try:
         return finish(new, posteriors, function, args, kwargs)
     except Unproven as error:
@@ -236,7 +236,7 @@ def sampled(
         )
     if fold == "auto" and total > 1 and not folds and rows > 0 and not cached:
         warn_of_loop(layout, "its draws run one after another")
-    if split and not layout.apart:
+    if split and not layout.rowwise:
         raise ValueError(
             f"rows='split' hands rows out to draws, but the rows of this model cannot be told apart: {layout.why}."
         )
@@ -249,7 +249,7 @@ def sampled(
     if held is not None:
         new = held.view(total * rows, layout)
     else:
-        new = Pass(total, total * rows, rowwise=layout.apart and rows > 0)
+        new = Pass(total, total * rows, rowwise=layout.rowwise and rows > 0)
         new.stream = None if seed is None else noise.Stream(seed)
         noise.draw(posteriors, new)
     if share and folds and total > 1 and not layout.random:  # what a random module gives differs between draws
@@ -268,7 +268,7 @@ def unfold(layout: Layout, error: Unproven, fold: Fold = "auto") -> None:
     """A layer met what the proof did not foresee: from now on calls of this kind run draw by draw."""
     if fold is True:
         raise ValueError(f"The draws of this model cannot share a forward: {error}. Use fold=False.") from error
-    layout.folds, layout.apart, layout.why = False, False, str(error)
+    layout.run_one_by_one(str(error))
 
 
 def run_draws(
@@ -280,7 +280,7 @@ def run_draws(
         new.layout = layout
         more, options = layout.tile((args, kwargs), total) if tile and total > 1 else own((args, kwargs))
         return layout.split(finish(new, posteriors, model, more, options), total, max(new.rows // total, 1))
-    known, rows, parts = layout if layout.folds or layout.apart else None, new.rows // total, []
+    known, rows, parts = layout if layout.folds or layout.rowwise else None, new.rows // total, []
     for j in new.lasting.each(model, total) if layout.keeps and total > 1 else range(total):
         mine = {name: value.of(j) if isinstance(value, NotJoined) else value for name, value in kwargs.items()}
         more, options = own((args, mine) if tile else layout.narrow((args, mine), j * rows, rows))

@@ -33,7 +33,7 @@ class Layout:
 
     Attributes:
         folds: several draws of the whole batch may share one forward.
-        apart: every row may have a draw of its own.
+        rowwise: every row may have a draw of its own.
         why: what stands against it.
         inputs, outputs: the dimension of rows of each tensor, None for tensors without rows.
         lead: number and dimension of an input that tells how many rows there are.
@@ -53,7 +53,7 @@ class Layout:
     """
 
     folds: bool = False
-    apart: bool = False
+    rowwise: bool = False
     why: str = ""
     inputs: Dims = ()
     outputs: Dims = ()
@@ -82,48 +82,41 @@ class Layout:
         """Inputs repeated once for each draw, whole block after whole block."""
         if draws == 1:
             return inputs
-        rows = self.rows(inputs)
-
-        def tile(i: int, leaf: Any) -> Any:
-            dim = self.inputs[i]
-            if dim is None:
-                return leaf
-            if isinstance(leaf, PackedSequence):
-                return index_rows(leaf, 1, torch.arange(rows).repeat(draws))
-            if leaf.shape[dim] == 1 != rows:
-                return leaf  # it stands for all rows already
-            return torch.cat([leaf] * draws, dim)  # which keeps the memory format; repeat does not
-
-        return map_arrays(tile, inputs)
+        return self._cut(inputs, [(0, None)] * draws)
 
     def narrow(self, inputs: Any, start: int, size: int) -> Any:
         """Some of the rows."""
+        return self._cut(inputs, [(start, size)])
+
+    def one_more(self, inputs: Any) -> Any:
+        """The first row twice, then the others."""
+        return self._cut(inputs, [(0, 1), (0, None)])
+
+    def _cut(self, inputs: Any, blocks: list[tuple[int, int | None]]) -> Any:
+        """Blocks of rows one after another, each by its first row and how many it has, None for all."""
         rows = self.rows(inputs)
+
+        def part(leaf: Tensor, dim: int, start: int, size: int) -> Tensor:
+            each = leaf.shape[dim] // rows  # entries of one row
+            return leaf.narrow(dim, start * each, size * each)
 
         def cut(i: int, leaf: Any) -> Any:
             dim = self.inputs[i]
             if dim is None:
                 return leaf
             if isinstance(leaf, PackedSequence):
-                return index_rows(leaf, 1, torch.arange(start, start + size))
-            each = leaf.shape[dim] // rows
-            return leaf if leaf.shape[dim] == 1 != rows else leaf.narrow(dim, start * each, size * each)
+                index = [torch.arange(start, rows if size is None else start + size) for start, size in blocks]
+                return index_rows(leaf, 1, torch.cat(index))
+            if leaf.shape[dim] == 1 != rows:
+                return leaf  # it stands for all rows already
+            parts = [leaf if size is None else part(leaf, dim, start, size) for start, size in blocks]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim)  # which keeps the memory format
 
         return map_arrays(cut, inputs)
 
-    def one_more(self, inputs: Any) -> Any:
-        """The first row twice, then the others."""
-        rows = self.rows(inputs)
-
-        def more(i: int, leaf: Any) -> Any:
-            dim = self.inputs[i]
-            if dim is None or (isinstance(leaf, Tensor) and leaf.shape[dim] == 1 != rows):
-                return leaf
-            if isinstance(leaf, PackedSequence):
-                return index_rows(leaf, 1, torch.arange(-1, rows).clamp_min(0))
-            return torch.cat([leaf.narrow(dim, 0, leaf.shape[dim] // rows), leaf], dim)
-
-        return map_arrays(more, inputs)
+    def run_one_by_one(self, why: str) -> None:
+        """From now on calls of this kind run draw by draw."""
+        self.folds, self.rowwise, self.why = False, False, why
 
     def size(self, inputs: Any, draws: int = 1) -> tuple[int, int]:
         """How many rows there are with every row repeated for so many draws, and how many numbers they hold."""

@@ -122,7 +122,7 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any]) 
         if layout is None and len(known) >= _MODES:
             # Of many modes the most careful serves a further one: a model that counts its calls, or is told which step
             # it is at, would be proven anew each time.
-            layout = min(known.values(), key=lambda layout: (layout.folds, layout.apart))
+            layout = min(known.values(), key=lambda layout: (layout.folds, layout.rowwise))
         if layout is None:
             layout = proof.prove(model, (args, kwargs), posteriors, batch_dim_of(model))
         else:
@@ -150,9 +150,9 @@ def _look_again(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout
     half = layout.narrow(inputs, 0, -(-layout.rows(inputs) // 2))
     whole = again and proof.prove(model, half, posteriors, batch_dim_of(model))
     found = whole or _compare_with_loop(model, half, posteriors, layout)
-    if not (found.folds or found.mixed) or (found.folds, found.apart) >= (layout.folds, layout.apart):
+    if not (found.folds or found.mixed) or (found.folds, found.rowwise) >= (layout.folds, layout.rowwise):
         return False
-    layout.folds, layout.apart, layout.why = found.folds, found.apart, found.why
+    layout.folds, layout.rowwise, layout.why = found.folds, found.rowwise, found.why
     warnings.warn(
         f"slimbayes looked again at how this model treats rows, after {layout.calls} calls, and found what the first "
         f"ones did not show: {found.why}. From now on it is respected; results since the model began to do so may mix "
@@ -198,7 +198,7 @@ def check_size(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout:
         except Exception as error:
             why = f"{type(error).__name__} for {rows[1]} rows: {first_line(error)}"
         if why:
-            layout.folds, layout.apart, layout.why = False, False, why
+            layout.run_one_by_one(why)
 
 
 def _cannot_look(inputs: Any) -> bool:

@@ -235,7 +235,7 @@ class NoiseGroup(NamedTuple):
     counts: list[int]  # of blocks
     block: list[int]
     row: list[int]
-    apart: list[bool]  # whether single rows have noise of their own
+    rowwise: list[bool]  # whether single rows have noise of their own
 
 
 def groups_of(posteriors: Sequence[Any], new: Any) -> list[NoiseGroup]:
@@ -250,11 +250,11 @@ def _make_groups(posteriors: Sequence[Any], new: Any, places: Places) -> list[No
     for device, dtype in dict.fromkeys(kinds):
         which = [i for i, kind in enumerate(kinds) if kind == (device, dtype)]
         same = [posteriors[i] for i in which]
-        apart = [new.rowwise and not p.blockwise for p in same]
-        widths = [p.widths(rowwise) for p, rowwise in zip(same, apart, strict=True)]
+        rowwise = [new.rowwise and not p.blockwise for p in same]
+        widths = [p.widths(own) for p, own in zip(same, rowwise, strict=True)]
         keys, counts = tuple([p.key for p in same]), [new.blocks(p) for p in same]
         block, row = [w for w, _ in widths], [w for _, w in widths]
-        groups.append(NoiseGroup(device, dtype, same, which, keys, counts, block, row, apart))
+        groups.append(NoiseGroup(device, dtype, same, which, keys, counts, block, row, rowwise))
     return groups
 
 

@@ -181,8 +181,8 @@ def draw(posteriors: Sequence[Any], new: Pass) -> Pass:
     """Draw the noise of a pass for all posteriors at once."""
     for group in groups_of(posteriors, new):
         late = [False] * len(group.keys)
-        if any(group.apart) and (group.device.type == "cuda" or INTERPRETED) and ready(group.posteriors[0].anchor):
-            late = [apart and p.seeded(new.rows) for p, apart in zip(group.posteriors, group.apart, strict=True)]
+        if any(group.rowwise) and (group.device.type == "cuda" or INTERPRETED) and ready(group.posteriors[0].anchor):
+            late = [own and p.seeded(new.rows) for p, own in zip(group.posteriors, group.rowwise, strict=True)]
         alike = len(set(group.counts)) == 1
         if alike and not any(late):
             block, row = (group.counts[0], sum(group.block)), (new.rows if any(group.row) else 0, sum(group.row))

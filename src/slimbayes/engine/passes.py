@@ -71,7 +71,7 @@ class Pass:
         self.values: dict[str, Any] = {}  # draws made from it
         self.joint: dict[tuple[str, ...], Noise] = {}  # the same of several posteriors side by side, by their keys
         self.joined: list[Any] = []  # parameters side by side that draws were made from
-        self.apart: dict[Any, Any] = {}  # tensors with a line for each draw, and these lines
+        self.unbound: dict[Any, Any] = {}  # tensors with a line for each draw, and these lines
         self.keys: dict[str, Tensor] = {}  # numbers (S,) from which a posterior draws while its layer runs
         self.stream: Any = None  # where random numbers come from if not from torch's own generators
         self.masks: dict[str, list[Tensor]] = {}  # drawn for all draws while the first of them ran
@@ -106,7 +106,7 @@ class Pass:
         """One call of a held pass: the same draws on so many rows."""
         new = copy.copy(self)
         new.rows, new.layout, new.held = rows, layout, False
-        new.calls, new.substitutes, new.joined, new.apart, new.drawn_yet = {}, {}, [], {}, False
+        new.calls, new.substitutes, new.joined, new.unbound, new.drawn_yet = {}, {}, [], {}, False
         if self.held:  # numbers are held, not what they made: parameters, gradients and types may differ between calls
             new.values = {}
         return new
@@ -195,7 +195,7 @@ def _again(done: Pass | None) -> Pass | None:
     if done is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return done
     new = copy.copy(done)
-    new.values, new.apart = {}, {}
+    new.values, new.unbound = {}, {}
     return new
 
 

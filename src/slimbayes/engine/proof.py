@@ -5,7 +5,7 @@ The plain model, with nothing random in it (see quiet.py), runs six times on the
     as they are                                  shapes of everything that reaches a converted layer, and of the outputs
     every row twice, [x, x]                      what doubles holds rows; the outputs' halves must equal the first run's
     [x, x'], converted layers tainted in x'      x may not feel it, nor in [x', x]: draws can share a forward ("folds")
-    [x, x] with some rows changed, likewise      others may not feel it: each row can have a draw of its own ("apart")
+    [x, x] with some rows changed, likewise      others may not feel it: each row can have a draw of its own ("rowwise")
     one row more in front                        the others' outputs stay: nothing depends on a row's number
 
 x' is x with other numbers, and a tainted layer's output is changed in the rows of x' alone. Runs of one shape use the
@@ -69,7 +69,7 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
                 if not layout.folds:
                     return layout
                 if looped and along:  # steps of rows that run by themselves
-                    layout = replace(layout, apart=False, why=first)
+                    layout = replace(layout, rowwise=False, why=first)
                 try:
                     proof.verify()
                     counts = model.training and any(getattr(m, "scale_grad_by_freq", False) for m in model.modules())
@@ -129,7 +129,7 @@ class Proof:
         try:
             self._shift(out1)
             self._change(some, double, out2)
-            layout.apart = True
+            layout.rowwise = True
         except Unproven as error:
             layout.why = str(error)
             if not layout.folds:
@@ -274,7 +274,7 @@ class Proof:
         """Two real draws folded and one by one must agree."""
         if not self.posteriors:
             return
-        new = noise.draw(self.posteriors, passes.Pass(2, 2 * self.rows, rowwise=self.layout.apart))
+        new = noise.draw(self.posteriors, passes.Pass(2, 2 * self.rows, rowwise=self.layout.rowwise))
         out = self._run_drawn(new.view(new.rows, self.layout), self.layout.tile(self.inputs, 2))
         together = arrays_of(self.layout.split(out, 2, self.rows))
         parts = [self._run_drawn(new.single(j, self.layout), self.inputs) for j in range(2)]

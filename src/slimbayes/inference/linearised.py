@@ -77,7 +77,7 @@ def rows_at_means(
     joints = joints_of(model)
     sizes = [p.site.n_out if factored and p.factored else p.size for p in joints]
     layout, dim = calls.layout_of(model, args, kwargs, joints), calls.batch_dim_of(model) or 0
-    many = layout.rows((args, kwargs)) if layout.apart else rows_of(model, arrays_of((args, kwargs)))
+    many = layout.rows((args, kwargs)) if layout.rowwise else rows_of(model, arrays_of((args, kwargs)))
     start, most = 0, max(1, MOST // sum(sizes))
 
     def row(i: int, leaf: Any) -> Any:
@@ -107,8 +107,8 @@ def rows_at_means(
         return RowDerivatives(start, outputs, deviations, watched)
 
     while start < many:
-        count = min(most, many - start) if layout.apart else 1
-        if layout.apart:
+        count = min(most, many - start) if layout.rowwise else 1
+        if layout.rowwise:
             part = layout.narrow((args, kwargs), start, count)
             check_size(model, part, joints, layout)
         else:

@@ -144,7 +144,7 @@ def _slices(model: nn.Module, inputs: tuple[Any, Any], many: int, chunk: int | N
     few = map_arrays(first, inputs) if many > MOST_ROWS else inputs
     layout = calls.layout_of(model, few[0], few[1], posteriors_in(model))
     rows = layout.rows(inputs)
-    if rows <= most or not layout.apart:  # rows that cannot be told apart stay together
+    if rows <= most or not layout.rowwise:  # rows that cannot be told apart stay together
         yield inputs
         return
     for start in range(0, rows, most):
