@@ -45,7 +45,7 @@ MUTATIONS = [
     ),
     Mutation(
         "some-of-the-rows",
-        "(x.shape[found] % self.rows and (key, x.dim()) not in self.layout.joined)",
+        "(x.shape[found] % self.rows and (key, x.dim()) not in self.layout.merged)",
         "False",
         "test_strange_outputs.py -k some_of_the_rows",
     ),
@@ -58,7 +58,7 @@ MUTATIONS = [
     Mutation("rowless-of-member-0", "objects.append(f", "str(f", "test_strange_outputs.py -k began_alike"),
     Mutation(
         "members-at-once-forget",
-        "alone = current.layout.keeps or _needs_loop",
+        "alone = current.layout.stateful or _needs_loop",
         "alone = _needs_loop",
         "test_strange_outputs.py -k at_once_keep",
     ),
@@ -178,8 +178,8 @@ MUTATIONS = [
     ),
     Mutation(
         "more-rows",
-        "(rows <= self.most[0] and numbers <= self.most[1])",
-        "numbers <= self.most[1]",
+        "(rows <= self.largest[0] and numbers <= self.largest[1])",
+        "numbers <= self.largest[1]",
         "test_engine.py -k looked_at",
     ),
     Mutation(

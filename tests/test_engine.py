@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
-from slimbayes.engine import passes, proof
+from slimbayes.engine import locate, passes, proof
 from slimbayes.engine.blocks import block_of_row
 from slimbayes.engine.layout import Layout
 from slimbayes.engine.quiet import Quiet
@@ -1636,6 +1636,21 @@ def test_a_compiled_model_that_changes_its_mode_has_the_layout_of_that_mode() ->
         model.eval()(x)
         torch._dynamo.reset()  # both modes are known: neither has to be looked at while it is traced
         torch.compile(model.train(), backend="eager", fullgraph=True)(x)
+
+
+def test_the_latest_layout_is_that_of_the_last_call_although_the_user_was_warned_of_it_before() -> None:
+    """What a compiler traces takes the latest layout: of sequences, whose rows act on each other here, not of rows."""
+
+    class Centred(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean((0, 1)) if x.dim() == 3 else x
+
+    model = converted(nn.Sequential(nn.Linear(4, 6), Centred(), nn.Linear(6, 3)))
+    for shape in ((5, 4), (5, 2, 4)) * 2:
+        with quietly(), torch.no_grad():
+            model(torch.randn(shape))
+        latest = locate.latest_of(model)
+        assert latest is not None and latest.folds == (len(shape) == 2)
 
 
 def test_a_model_that_goes_another_way_for_other_numbers_is_found_out_later() -> None:

@@ -221,7 +221,7 @@ def sampled(
     """
     by_row = plan_once(posteriors, "by row", lambda: any(p.by_row or p.late for p in posteriors))
     alone = not split and not by_row and (total == 1 or fold is False)
-    layout = Layout(keeps=True) if alone else layout_of(model, args, kwargs, posteriors)
+    layout = Layout(stateful=True) if alone else layout_of(model, args, kwargs, posteriors)
     rows = max(layout.rows((args, kwargs)), 0)
     copies = 1 if split or fold is False else total
     if rows and not layout.covers((args, kwargs), copies):
@@ -253,7 +253,7 @@ def sampled(
         new.stream = None if seed is None else noise.Stream(seed)
         noise.draw(posteriors, new)
     if share and folds and total > 1 and not layout.random:  # what a random module gives differs between draws
-        new.shared = layout.ahead
+        new.shared = layout.shareable
     # What is drawn late in compiled code comes from torch's generators, too, unless draws are numbered.
     own = None if held is not None and not (alone or layout.random) else seed
     try:
@@ -281,7 +281,7 @@ def run_draws(
         more, options = layout.tile((args, kwargs), total) if tile and total > 1 else own((args, kwargs))
         return layout.split(finish(new, posteriors, model, more, options), total, max(new.rows // total, 1))
     known, rows, parts = layout if layout.folds or layout.rowwise else None, new.rows // total, []
-    for j in new.lasting.each(model, total) if layout.keeps and total > 1 else range(total):
+    for j in new.lasting.each(model, total) if layout.stateful and total > 1 else range(total):
         mine = {name: value.of(j) if isinstance(value, NotJoined) else value for name, value in kwargs.items()}
         more, options = own((args, mine) if tile else layout.narrow((args, mine), j * rows, rows))
         parts.append(finish(new.single(j, known), posteriors, model, more, options))

@@ -39,16 +39,18 @@ class Layout:
         lead: number and dimension of an input that tells how many rows there are.
         dims: by layer and number of dimensions of its input, where that holds rows; -1 for a single row that stands for
             all.
-        joined: of these, what has no entries of its own for each row, as of pairs of rows that became one.
+        merged: of these, what has no entries of its own for each row, as of pairs of rows that became one.
         arguments: the same for all arguments and outputs of modules that run as a whole.
-        ahead: modules (by identity) that run before any draw is used, with the dimensions of their inputs and outputs.
-        made: how many rows the proof had, and the shapes of its outputs.
+        shareable: modules (by identity) that run before any draw is used, and where rows lie in their inputs and
+            outputs.
+        output_sizes: how many rows the proof had, and the shapes of its outputs.
         random: the model draws random numbers of its own.
-        told: the user knows why it does not fold.
+        warned: the user knows why it does not fold.
+        provisional: it says nothing of other inputs of this kind: it is neither kept nor warned of.
         mixed: rows, or draws, were seen to act on each other.
-        most: rows and numbers of the largest inputs for which layers were seen to be called alike.
+        largest: rows and numbers of the largest inputs for which layers were seen to be called alike.
         calls: how many used it after the one it was proven for.
-        keeps: a call leaves something in the modules for the next.
+        stateful: a call leaves something in the modules for the next.
         objects: outputs are, or hold, objects of somebody's, of which each draw has its own.
     """
 
@@ -59,16 +61,17 @@ class Layout:
     outputs: Dims = ()
     lead: tuple[int, int] | None = None
     dims: dict[tuple[str, int], int] = field(default_factory=dict)
-    joined: set[tuple[str, int]] = field(default_factory=set)
+    merged: set[tuple[str, int]] = field(default_factory=set)
     arguments: dict[tuple[str, tuple[int, ...]], tuple[Dims, Dims]] = field(default_factory=dict)
-    ahead: dict[int, tuple[Dims, Dims]] = field(default_factory=dict)
-    made: tuple[int, list[tuple[int, ...]]] = (1, [])
+    shareable: dict[int, tuple[Dims, Dims]] = field(default_factory=dict)
+    output_sizes: tuple[int, list[tuple[int, ...]]] = (1, [])
     random: bool = False
-    told: bool = False
+    warned: bool = False
+    provisional: bool = False
     mixed: bool = False
-    most: tuple[int, ...] = (0, 0)
+    largest: tuple[int, ...] = (0, 0)
     calls: int = 0
-    keeps: bool = False
+    stateful: bool = False
     objects: bool = False
 
     def rows(self, inputs: Any) -> int:
@@ -128,7 +131,7 @@ class Layout:
         if not self.folds or torch.compiler.is_compiling():
             return True  # nothing hangs on it, or nobody can look
         rows, numbers = self.size(inputs, draws)
-        return rows <= 1 or (rows <= self.most[0] and numbers <= self.most[1])
+        return rows <= 1 or (rows <= self.largest[0] and numbers <= self.largest[1])
 
     def split(self, outputs: Any, draws: int, rows: int) -> Any:
         """Undo `tile` on an output: S x B rows become (S, B, ...); what has no rows is the same for every draw.
@@ -143,7 +146,7 @@ class Layout:
             )
 
         def split(i: int, leaf: Any) -> Any:
-            dim, (before, shapes) = self.outputs[i], self.made
+            dim, (before, shapes) = self.outputs[i], self.output_sizes
             if isinstance(leaf, PackedSequence):
                 raise ValueError(PACKED)
             if dim is None:

@@ -129,9 +129,9 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any]) 
             changed = layout.folds and _look_again(model, (args, kwargs), posteriors, layout)
             if not changed and layout is tree.latest[model.training]:
                 return layout
-        if not layout.told and (layout.lead is None or layout.rows((args, kwargs)) > 0):
+        if not layout.provisional and (layout.lead is None or layout.rows((args, kwargs)) > 0):
             tree.latest[model.training] = layout
-            layout.told = any(other.told and other.why == layout.why for other in known.values())
+            layout.warned = any(other.warned and other.why == layout.why for other in known.values())
             if len(known) < _MODES:
                 known[modes] = layout
         return layout
@@ -185,7 +185,7 @@ def check_size(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout:
         return
     with _PROVING:
         inputs, model = tree_map(without_cache, inputs), unwrapped(model)
-        layout.most = tuple(map(max, layout.most, layout.size(inputs, draws)))
+        layout.largest = tuple(map(max, layout.largest, layout.size(inputs, draws)))
         count, many = layout.rows(inputs), layout.tile(inputs, draws)
         # Never a single row, which batch norm refuses.
         few = layout.narrow(inputs, 0, count // 2) if draws == 1 else layout.tile(inputs, 1 if count > 1 else 2)
@@ -220,9 +220,9 @@ def _met_all_rows(few: Visit | None, many: Visit | None, rows_few: int, rows_man
 
 def warn_of_loop(layout: Layout, what: str) -> None:
     """Say once what a layout that cannot be folded means."""
-    if layout.told or torch.compiler.is_compiling():
+    if layout.warned or layout.provisional or torch.compiler.is_compiling():
         return
-    layout.told = True
+    layout.warned = True
     warnings.warn(
         f"slimbayes runs this model draw by draw, which is right but slower: {layout.why}. So {what}. Exclude that "
         f"layer, declare batch_dim= in bayesianize, or pass fold=False to run draw by draw without this warning.",

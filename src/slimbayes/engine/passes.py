@@ -157,7 +157,7 @@ class Pass:
         if found >= 0 and not torch.compiler.is_compiling() and x.shape[found] != self.rows:
             if self.draws == 1 and not self.rowwise:
                 return found
-            if x.shape[found] == 1 or (x.shape[found] % self.rows and (key, x.dim()) not in self.layout.joined):
+            if x.shape[found] == 1 or (x.shape[found] % self.rows and (key, x.dim()) not in self.layout.merged):
                 raise Unproven(f"a layer met {x.shape[found]} of {self.rows} rows, where it had all when located")
         return found
 

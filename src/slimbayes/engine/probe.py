@@ -58,8 +58,8 @@ class Probe(passes.Pass):
         self.weights: dict[Any, Tensor] = {} if before is None else before.weights  # of fingerprints
         self.visits: list[Visit] = []
         # Of modules that ran before any draw was used: where rows lie in inputs and outputs, and the shapes of both.
-        self.ahead: dict[int, tuple[Dims, Dims]] = {}
-        self.shapes_ahead: dict[int, tuple[list[Any], list[Any] | None]] = {}
+        self.shareable: dict[int, tuple[Dims, Dims]] = {}
+        self.shapes_before_draws: dict[int, tuple[list[Any], list[Any] | None]] = {}
         self.inside: list[str] = []  # keys of modules whose own forward is under way
         self.changes: Change = {}  # what modules kept of the run
         self.objects = False  # whether outputs hold objects of somebody's
@@ -67,7 +67,7 @@ class Probe(passes.Pass):
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Find the modules that run before any converted layer does, and where their rows lie."""
-        shapes, random = self.shapes_ahead, False
+        shapes, random = self.shapes_before_draws, False
 
         def enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
             nonlocal random
@@ -92,7 +92,7 @@ class Probe(passes.Pass):
         finally:
             for handle in handles:
                 handle.remove()
-        compared: Any = {} if self.before is None else self.before.shapes_ahead
+        compared: Any = {} if self.before is None else self.before.shapes_before_draws
         now: Any
         for key, now in shapes.items():
             earlier = compared.get(key, (None, None))
@@ -103,7 +103,7 @@ class Probe(passes.Pass):
             except (Unproven, ValueError):
                 continue
             if all(d is not None for d in (*ins, *outs)):  # what has no rows might still depend on all of them
-                self.ahead[key] = (ins, outs)
+                self.shareable[key] = (ins, outs)
 
     def visit(self, layer: Any, args: Any, kwargs: Any) -> Any:
         """Run a converted module's plain forward and note what came in and what went out."""

@@ -46,9 +46,9 @@ from slimbayes.engine.state import Trials
 def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: int | None) -> Layout:
     """Try hypotheses until one holds; where none does the model runs one draw at a time."""
     if not any(leaf.numel() for leaf in map(padded, arrays_of(inputs))):
-        return Layout(why="there is nothing in the inputs", told=True)
+        return Layout(why="there is nothing in the inputs", provisional=True)
     if inside_func():
-        return Layout(why="it runs inside torch.func", told=True)
+        return Layout(why="it runs inside torch.func", provisional=True)
     if is_captured(inputs):
         raise RuntimeError(
             "The rows of this kind of input are not located yet: call the model once before a CUDA graph is captured."
@@ -81,7 +81,7 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
                     return layout  # a posterior refuses what it met: the call itself will say so
                 except (RuntimeError, IndexError) as error:  # experts that get other rows of each draw
                     first = first or f"{type(error).__name__} when two draws came together: {trial.first_line(error)}"
-            keeps = keeps or proof.layout.keeps
+            keeps = keeps or proof.layout.stateful
             if tried > 20:
                 break
         # Inputs that the model cannot take say nothing about others of their kind: the call itself will fail.
@@ -92,7 +92,7 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
             fails = not isinstance(error, Unproven)
     lead = next((h.lead for h in trial.candidate_layouts(inputs, batch_dim)), None)
     first = first or "no input has a dimension that could hold rows"
-    return Layout(why=first, lead=lead, told=fails, mixed=mixed, keeps=keeps)
+    return Layout(why=first, lead=lead, provisional=fails, mixed=mixed, stateful=keeps)
 
 
 class Proof:
@@ -110,16 +110,16 @@ class Proof:
         layout = self.layout
         if self.alone is not None:
             self._outputs(self._probe(self.alone)[1], self._probe(self.inputs)[1])
-        layout.most = layout.size(self.inputs, 2)
+        layout.largest = layout.size(self.inputs, 2)
         single, out1 = self._probe(self.inputs)
-        layout.keeps, layout.objects = bool(single.changes), single.objects
+        layout.stateful, layout.objects = bool(single.changes), single.objects
         if lasts := trial.what_lasts(self.trials, self.inputs, single, out1):
             layout.why, layout.mixed = f"it keeps {lasts!r} from one call for the next, which draws cannot share", True
             return layout
         double, out2 = self._probe(twice := layout.tile(self.inputs, 2), single)
         layout.outputs = self._outputs(out1, out2)
-        layout.made = self.rows, [tuple(padded(a).shape) for a in arrays_of(out1)]
-        layout.ahead, layout.random = double.ahead, single.quiet.random
+        layout.output_sizes = self.rows, [tuple(padded(a).shape) for a in arrays_of(out1)]
+        layout.shareable, layout.random = double.shareable, single.quiet.random
         if layout.random and trial.seeds_itself(self.trials, twice, 2 * self.rows, layout.outputs):
             raise Unproven("it seeds random numbers itself, which differ between rows")
         second, some = np.arange(2 * self.rows) >= self.rows, some_rows(2 * self.rows)
@@ -267,7 +267,7 @@ class Proof:
             if (known := layout.dims.setdefault(at, dim)) != dim:
                 raise Unproven(f"{visit.name}: its rows lie along dimension {known} in one call and {dim} in another")
             if dim >= 0 and visit.shapes[0][dim] % (2 * self.rows):
-                layout.joined.add(at)
+                layout.merged.add(at)
             layout.arguments[visit.key, tuple(map(len, visit.shapes))] = (tuple(visit.dims), tuple(before.out_dims))
 
     def verify(self) -> None:

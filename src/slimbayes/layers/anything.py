@@ -158,7 +158,7 @@ class AnyLayer(BayesLayer):
         rows = next((a.shape[d] for a, d in zip(arrays, ins, strict=True) if d is not None), found.rows)
         sizes = sizes_of_blocks(rows, lead.drawn, found)
         parts, start, counter = [], 0, iter(range(10**9))
-        before = State(self) if found.layout.keeps else None
+        before = State(self) if found.layout.stateful else None
 
         def narrow(i: int, leaf: Tensor) -> Tensor:
             dim = ins[i]

@@ -51,7 +51,7 @@ class Copied(Converted):
         used = [k for k, line in enumerate(lines) if traced or line.numel()]
         inputs = {k: _take((args, kwargs), lines[k], current.rows, ins) for k in used}
         even = traced or len({line.numel() for line in lines}) == 1
-        alone = current.layout.keeps or _needs_loop(self, members)  # what a call leaves in a module, vmap loses
+        alone = current.layout.stateful or _needs_loop(self, members)  # what a call leaves in a module, vmap loses
         if members.batched and even and not alone and all(d == 0 for d in (*ins, *outs)):
             outputs = _batched(self, members, list(inputs.values()))
         else:
