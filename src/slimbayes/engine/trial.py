@@ -23,6 +23,7 @@ from slimbayes.engine.layout import Dims, Layout, Unproven, arrays_of, leaves_of
 from slimbayes.engine.objects import UNORDERED, attributes_of, copy_containers, open_objects, without_cache
 from slimbayes.engine.probe import Mask, Probe, other_numbers
 from slimbayes.engine.quiet import Quiet, inside_func
+from slimbayes.engine.sharing import finding_shareable
 from slimbayes.engine.state import State, Trials, same_changes
 from slimbayes.errors import SlimbayesWarning
 
@@ -109,7 +110,7 @@ def run_unchecked(
     args, kwargs = copy_containers(inputs)
     try:
         still, devices = nullcontext() if random else quiet, {p.device.type for p in trials.posteriors} or {"cpu"}
-        with probe.watching(trials.model), still, no_autocast(devices):
+        with finding_shareable(probe, trials.model), still, no_autocast(devices):
             out = passes.run(probe, trials.model, *args, **kwargs)
         probe.objects = any(isinstance(leaf, UNORDERED) or attributes_of(leaf) for leaf in leaves_of(out))
         probe.changes, out = trials.changes() if probe.before is None else {}, open_objects(out)
