@@ -95,23 +95,26 @@ MUTATIONS = [
     ),
     Mutation(
         "single-rows",
-        "rows = slice(index * new.rows, (index + 1) * new.rows)",
-        "rows = slice(0, new.rows)",
+        "        start = index * rows\n        own",
+        "        start = 0\n        own",
         "contract/test_contract.py -k draws_differ",
     ),
     Mutation(
         "single-member",
-        "1, self.first + index, index, {}",
-        "1, self.first, index, {}",
+        "1, self.first + index, index, {}, {}",
+        "1, self.first, index, {}, {}",
         "test_engine.py -k right_folding",
     ),
     Mutation(
-        "take-first-draws", "Noise(n.block[index], ", "Noise(n.block[: len(index)], ", "test_sharing.py -k same_outputs"
+        "take-first-draws",
+        "Noise(noise.block[index], ",
+        "Noise(noise.block[: len(index)], ",
+        "test_sharing.py -k same_outputs",
     ),
     Mutation(
         "view-keeps-calls",
-        "new.calls, new.substitutes, new.joined, new.unbound, new.drawn_yet = {}, {}, [], {}, False",
-        "new.substitutes, new.joined, new.unbound, new.drawn_yet = {}, [], {}, False",
+        "        new._begin_call()\n",
+        "        new._begin_call()\n        new.calls = self.calls\n",
         "test_engine.py -k held_masks",
     ),
     Mutation(
