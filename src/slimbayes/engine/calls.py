@@ -165,13 +165,13 @@ def _bare_pass(posteriors: Sequence[Any], rows: int, layout: Layout | None, firs
 def finish(new: Pass, posteriors: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the draws of a pass, run, and let a backward pass find them again."""
     tree = getattr(posteriors, "tree", None)  # of all posteriors under a module, outside of a compiler
-    looks = tree is not None and posteriors.keeps.get((tree.modules[0].training, torch.is_grad_enabled()), True)
+    looks = tree is not None and tree.keeps_drawn.get((tree.modules[0].training, torch.is_grad_enabled()), True)
 
     def call_drawn() -> Any:
         noise.realise(posteriors, new)
         return function(*args, **kwargs)
 
-    with forgetting_drawn_weights(posteriors, (args, kwargs)) if looks else nullcontext():
+    with forgetting_drawn_weights(tree, (args, kwargs)) if looks else nullcontext():
         out = passes.run(new, call_drawn)
     warn_of_unused(posteriors, new, function, out)
     passes.remember(out, new)

@@ -38,9 +38,7 @@ class Posteriors(list[Any]):
     def __init__(self, found: Sequence[Any] = ()) -> None:
         super().__init__(found)
         self.plans: dict[Hashable, Any] = {}
-        self.anchors: list[tuple[dict[str, Any], str]] | None = None  # where each posterior keeps its anchor
         self.tree: Tree | None = None  # that they are all the posteriors of
-        self.keeps: dict[Any, bool] = {}  # by mode, whether modules keep something computed from drawn weights
 
 
 def plan_once(posteriors: Sequence[Any], key: Hashable, make: Callable[[], T]) -> T:
@@ -82,6 +80,8 @@ class Tree:
         self.own = [m.__dict__ for m in self.run]
         self.layouts: dict[Any, dict[Any, Any]] = {}  # by kind of call, and modes
         self.latest: list[Any] = [None, None]  # of the last call in eval mode, and of the last in training
+        # Whether modules keep something computed from drawn weights: by whether they train, and gradients are on.
+        self.keeps_drawn: dict[tuple[bool, bool], bool] = {}
         self._read_flags()
 
     def __reduce__(self) -> Any:
@@ -193,12 +193,11 @@ def anchors_of(posteriors: Sequence[Any]) -> list[Tensor]:
     """The tensor that stands for each posterior: its first parameter, or else its first buffer."""
     if type(posteriors) is not Posteriors:
         return [p.anchor for p in posteriors]
-    if posteriors.anchors is None:
-        posteriors.anchors = [_place(p) for p in posteriors]
+    places = plan_once(posteriors, "anchors", lambda: [_place(p) for p in posteriors])
     try:
-        return [place[name] for place, name in posteriors.anchors]
+        return [place[name] for place, name in places]
     except KeyError:  # somebody took a parameter away
-        posteriors.anchors = None
+        del posteriors.plans["anchors"]
         return [p.anchor for p in posteriors]
 
 
@@ -215,6 +214,7 @@ def places_of(posteriors: Sequence[Any]) -> Places:
 
 
 def _place(posterior: Any) -> tuple[dict[str, Any], str]:
+    """Where a posterior keeps its anchor, and under which name."""
     anchor = posterior.anchor
     for module in posterior.modules():
         for place in (module._parameters, module._buffers):

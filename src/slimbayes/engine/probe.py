@@ -82,10 +82,10 @@ class Probe(passes.Pass):
             earlier = self.before.visits[place]
             if self.taint is None:
                 here.out_dims = [doubled(a, b, here.name) for a, b in zip(earlier.outputs, here.outputs, strict=True)]
-                if hasattr(layer, "copied_names"):
+                if layer.bayes_copied:
                     self._refuse_unshared(here, out, arrays)
                 return out
-            if hasattr(layer, "copied_names") and here.reads != earlier.reads:
+            if layer.bayes_copied and here.reads != earlier.reads:
                 # Members see only their own rows: what one reads from all rows it would read from fewer.
                 raise Unproven(f"{here.name}: a number computed from all rows decides what it does")
             return self._tainted(out, earlier, here)

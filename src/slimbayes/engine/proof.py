@@ -161,7 +161,7 @@ class Proof:
         """One row more in front may not change the others: outputs that depend on a row's number would fold wrongly.
         Nor may some rows be others alone where copied modules see theirs alone: some cut all to the longest.
         """
-        half, copies = self.rows // 2, any(hasattr(p.layer, "copied_names") for p in self.posteriors)
+        half, copies = self.rows // 2, any(getattr(p.layer, "bayes_copied", False) for p in self.posteriors)
         parts = ((0, half), (half, self.rows - half)) if copies else ()
         chosen = [(self.layout.narrow(self.inputs, *part), 0, *part, "some of the rows came alone") for part in parts]
         chosen.insert(0, (self.layout.one_more(self.inputs), 1, 0, self.rows, "one row more came in front"))

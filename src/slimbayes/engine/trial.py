@@ -138,20 +138,21 @@ def _count_uses(probe: Probe) -> Counter[str]:
 
 
 @contextmanager
-def forgetting_drawn_weights(posteriors: Any, inputs: Any) -> Iterator[None]:
+def forgetting_drawn_weights(tree: Any, inputs: Any) -> Iterator[None]:
     """A call after which modules have nothing left that they computed from drawn weights and would take for the next
     one's, such as a product of two or the features of a prompt: that has other draws. Looked for once in each mode.
     """
-    model, mode = posteriors.tree.modules[0], (posteriors.tree.modules[0].training, torch.is_grad_enabled())
-    with _CACHES if posteriors.keeps.get(mode) else nullcontext():
-        if not posteriors.keeps:
-            _tell_of_ties(posteriors.tree.modules)
+    model = tree.modules[0]
+    mode = model.training, torch.is_grad_enabled()
+    with _CACHES if tree.keeps_drawn.get(mode) else nullcontext():
+        if not tree.keeps_drawn:
+            _tell_of_ties(tree.modules)
         state = State(model)
         try:
             yield
-            if mode not in posteriors.keeps and not inside_func():
+            if mode not in tree.keeps_drawn and not inside_func():
                 changed = bool(state.own and state.changes())
-                posteriors.keeps[mode] = changed and _marked(model, posteriors, inputs, state)
+                tree.keeps_drawn[mode] = changed and _marked(model, tree.posteriors, inputs, state)
         finally:
             state.forget()
 

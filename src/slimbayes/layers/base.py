@@ -21,6 +21,7 @@ class Converted(nn.Module):
 
     plain: ClassVar[type[nn.Module]]
     posterior: nn.ModuleDict
+    bayes_copied: ClassVar[bool] = False  # whether members are copies of it as a whole, each with rows of its own
     bayes_note: ClassVar[str] = ""  # what a summary should say about it
     if TYPE_CHECKING:  # a mixin reads attributes of the plain class it is mixed with
 

@@ -29,7 +29,7 @@ from slimbayes.layers.methods import runs_later, tell_of_replaced, wrap_methods
 class Copied(Converted):
     """Mixin of modules that were copied as a whole; `posterior["members"]` holds the copies."""
 
-    copied_names: tuple[str, ...] = ()
+    bayes_copied = True
 
     def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward with every row run by its member."""
