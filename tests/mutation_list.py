@@ -195,7 +195,12 @@ MUTATIONS = [
         "forget-drawn", "            state.forget()\n", "            pass\n", "test_outsiders.py -k computed_from_drawn"
     ),
     Mutation("trial-parameters", "            data.copy_(old)\n", "", "test_outsiders.py -k trials_leave"),
-    Mutation("longest-of-all", "if copies else ()\n", "if False else ()\n", "test_outsiders.py -k cut_sequences"),
+    Mutation(
+        "longest-of-all",
+        'if any(getattr(p.layer, "bayes_copied", False) for',
+        "if any(False for",
+        "test_outsiders.py -k cut_sequences",
+    ),
     Mutation("steps-no-rows", "if looped and along:", "if False:", "test_outsiders.py -k run_one_by_one"),
     Mutation("late-of-seed", "self.current.stream is not None and", "False and", "test_outsiders.py -k drawn_late"),
     Mutation("proof-used", "    if probe.quiet.used:\n", "    if False:\n", "test_engine.py -k wrong_folding"),

@@ -53,7 +53,8 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
         raise RuntimeError(
             "The rows of this kind of input are not located yet: call the model once before a CUDA graph is captured."
         )
-    first, mixed, keeps, looped = "", False, False, False
+    reasons: list[str] = []  # why guesses did not hold: the first guess is the likeliest
+    mixed, stateful, looped = False, False, False
     inputs = tree_map(without_cache, inputs)
     with trial.undisturbed(model, inputs, posteriors) as trials:
         for tried, guess in enumerate(trial.candidate_layouts(inputs, batch_dim)):
@@ -61,38 +62,34 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
             try:
                 layout = proof.run()
             except Unproven as error:
-                first, mixed = first or str(error), True
-                looped = looped or (tried == 0 and not along and proof.one_by_one())
+                reasons.append(str(error))
+                mixed, looped = True, looped or (tried == 0 and not along and proof.one_by_one())
             except Exception as error:
-                first = first or f"{type(error).__name__} when every row came twice: {trial.first_line(error)}"
+                reasons.append(f"{type(error).__name__} when every row came twice: {trial.first_line(error)}")
             else:
                 if not layout.folds:
                     return layout
                 if looped and along:  # steps of rows that run by themselves
-                    layout = replace(layout, rowwise=False, why=first)
+                    layout = replace(layout, rowwise=False, why=reasons[0])
                 try:
                     proof.verify()
                     counts = model.training and any(getattr(m, "scale_grad_by_freq", False) for m in model.modules())
                     why = "an embedding divides gradients by how often a word occurs, which is more often in all draws"
                     return replace(layout, folds=False, why=why) if counts else layout
                 except Unproven as error:
-                    first, mixed = first or str(error), True
+                    reasons.append(str(error))
+                    mixed = True
                 except ValueError:
                     return layout  # a posterior refuses what it met: the call itself will say so
                 except (RuntimeError, IndexError) as error:  # experts that get other rows of each draw
-                    first = first or f"{type(error).__name__} when two draws came together: {trial.first_line(error)}"
-            keeps = keeps or proof.layout.stateful
+                    reasons.append(f"{type(error).__name__} when two draws came together: {trial.first_line(error)}")
+            stateful = stateful or proof.layout.stateful
             if tried > 20:
                 break
-        # Inputs that the model cannot take say nothing about others of their kind: the call itself will fail.
-        fails = False
-        try:
-            trial.run_probe(trials, inputs, 1)
-        except Exception as error:
-            fails = not isinstance(error, Unproven)
+        fails = trial.fails(trials, inputs)  # what says nothing of other inputs; the call itself will say why
     lead = next((h.lead for h in trial.candidate_layouts(inputs, batch_dim)), None)
-    first = first or "no input has a dimension that could hold rows"
-    return Layout(why=first, lead=lead, provisional=fails, mixed=mixed, stateful=keeps)
+    why = next((reason for reason in reasons if reason), "no input has a dimension that could hold rows")
+    return Layout(why=why, lead=lead, provisional=fails, mixed=mixed, stateful=stateful)
 
 
 class Proof:
@@ -161,31 +158,35 @@ class Proof:
         """One row more in front may not change the others: outputs that depend on a row's number would fold wrongly.
         Nor may some rows be others alone where copied modules see theirs alone: some cut all to the longest.
         """
-        half, copies = self.rows // 2, any(getattr(p.layer, "bayes_copied", False) for p in self.posteriors)
-        parts = ((0, half), (half, self.rows - half)) if copies else ()
-        chosen = [(self.layout.narrow(self.inputs, *part), 0, *part, "some of the rows came alone") for part in parts]
-        chosen.insert(0, (self.layout.one_more(self.inputs), 1, 0, self.rows, "one row more came in front"))
-        for inputs, ahead, start, size, when in chosen:
-            try:
-                other = arrays_of(self._probe(inputs)[1])
-            except Unproven:
-                raise
-            except Exception as error:
-                raise Unproven(f"{type(error).__name__} when {when}: {trial.first_line(error)}") from error
-            pairs = zip(map(padded, arrays_of(out)), map(padded, other), self.layout.outputs, strict=True)
-            for i, (a, b, dim) in enumerate(pairs):
-                name = f"output {i} of shape {tuple(a.shape)}"
-                if dim is not None:
-                    if a.shape[dim] % self.rows:
-                        raise Unproven(f"{name} has no entry for each row")
-                    each = a.shape[dim] // self.rows
-                    a = a.narrow(dim, start * each, size * each)
-                    b = b.narrow(dim, ahead * each, b.shape[dim] - ahead * each)
-                if b.shape != a.shape:
-                    raise Unproven(f"{name} has not as many entries as rows when {when}")
-                if (ahead or dim is not None) and not self._close(b, a):
-                    self.layout.folds = not ahead
-                    raise Unproven(f"{name} changes when {when}")
+        self._compare(out, self.layout.one_more(self.inputs), 1, (0, self.rows), "one row more came in front")
+        half = self.rows // 2
+        for start, size in ((0, half), (half, self.rows - half)):
+            if any(getattr(p.layer, "bayes_copied", False) for p in self.posteriors):
+                part = self.layout.narrow(self.inputs, start, size)
+                self._compare(out, part, 0, (start, size), "some of the rows came alone")
+
+    def _compare(self, out: Any, inputs: Any, more: int, rows: tuple[int, int], when: str) -> None:
+        """Refuse if inputs, with so many rows more in front, give other outputs for these rows (start and size)."""
+        try:
+            other = arrays_of(self._probe(inputs)[1])
+        except Unproven:
+            raise
+        except Exception as error:
+            raise Unproven(f"{type(error).__name__} when {when}: {trial.first_line(error)}") from error
+        pairs = zip(map(padded, arrays_of(out)), map(padded, other), self.layout.outputs, strict=True)
+        for i, (a, b, dim) in enumerate(pairs):
+            name = f"output {i} of shape {tuple(a.shape)}"
+            if dim is not None:
+                if a.shape[dim] % self.rows:
+                    raise Unproven(f"{name} has no entry for each row")
+                each = a.shape[dim] // self.rows
+                a = a.narrow(dim, rows[0] * each, rows[1] * each)
+                b = b.narrow(dim, more * each, b.shape[dim] - more * each)
+            if b.shape != a.shape:
+                raise Unproven(f"{name} has not as many entries as rows when {when}")
+            if (more or dim is not None) and not self._close(b, a):
+                self.layout.folds = not more
+                raise Unproven(f"{name} changes when {when}")
 
     def _probe(self, inputs: Any, before: Probe | None = None, mask: Mask | None = None) -> tuple[Probe, Any]:
         rows = self.rows * (1 if before is None else 2)

@@ -124,6 +124,15 @@ def run_unchecked(
     return run_unchecked(trials, inputs, rows, *compared, random=random)
 
 
+def fails(trials: Trials, inputs: Any) -> bool:
+    """Whether these are inputs that the plain model cannot take."""
+    try:
+        run_probe(trials, inputs, 1)
+    except Exception as error:
+        return not isinstance(error, Unproven)
+    return False
+
+
 def seeds_itself(trials: Trials, twice: Any, rows: int, dims: Dims) -> bool:
     """Whether a model's random numbers are the same in each call, of a seed of its own, but others in each half."""
     one, other = (arrays_of(run_unchecked(trials, twice, rows, random=True)[1]) for _ in range(2))
