@@ -119,7 +119,7 @@ MUTATIONS = [
     ),
     Mutation(
         "noise-of-all-draws-alike",
-        "generator.manual_seed((first + j * _ODD) % 2**63)",
+        "generator.manual_seed((first + j * GOLDEN) % 2**63)",
         "generator.manual_seed(first)",
         "test_seeds.py -k function_of_model",
     ),
@@ -131,7 +131,7 @@ MUTATIONS = [
     ),
     Mutation(
         "masks-alike-at-all-places",
-        "number = _mixed(keys + _signed(place * _ODD))",
+        "number = _mixed(keys + _signed(place * GOLDEN))",
         "number = _mixed(keys)",
         "test_dropout.py -k held_draws_drop",
     ),
@@ -407,13 +407,13 @@ MUTATIONS = [
     Mutation("tree-stands", "len(found) == len(self.children) and all(", "True or all(", "test_plans.py"),
     Mutation(
         "numbered-draws",
-        "generator=generator.manual_seed((first + j * _ODD) % 2**63)",
-        "generator=generator.manual_seed((first + (j - start) * _ODD) % 2**63)",
+        "generator=generator.manual_seed((first + j * GOLDEN) % 2**63)",
+        "generator=generator.manual_seed((first + (j - start) * GOLDEN) % 2**63)",
         "test_seeds.py",
     ),
     Mutation(
         "numbered-masks",
-        "keys = [(first + j * _ODD) % 2**63 for j in numbers]",
+        "keys = [(first + j * GOLDEN) % 2**63 for j in numbers]",
         "keys = [first for j in numbers]",
         "test_seeds.py",
     ),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 from itertools import chain, count
 from operator import is_, itemgetter, methodcaller
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -222,40 +222,6 @@ def _place(posterior: Any) -> tuple[dict[str, Any], str]:
                 if tensor is anchor:
                     return place, name
     raise AssertionError("an anchor that is no parameter and no buffer")
-
-
-class NoiseGroup(NamedTuple):
-    """Posteriors on one device with one type of noise: how many numbers each takes for a block and for a row."""
-
-    device: torch.device
-    dtype: torch.dtype
-    posteriors: list[Any]
-    places: list[int]  # among all posteriors of the pass
-    keys: tuple[str, ...]
-    counts: list[int]  # of blocks
-    block: list[int]
-    row: list[int]
-    rowwise: list[bool]  # whether single rows have noise of their own
-
-
-def groups_of(posteriors: Sequence[Any], new: Any) -> list[NoiseGroup]:
-    """How the noise of a pass is cut: the same for all passes of its kind."""
-    places = places_of(posteriors)
-    return plan_once(posteriors, (new.draws, new.rowwise, places), lambda: _make_groups(posteriors, new, places))
-
-
-def _make_groups(posteriors: Sequence[Any], new: Any, places: Places) -> list[NoiseGroup]:
-    groups = []
-    kinds = [(device, noise_type(dtype)) for device, dtype, _ in places]
-    for device, dtype in dict.fromkeys(kinds):
-        which = [i for i, kind in enumerate(kinds) if kind == (device, dtype)]
-        same = [posteriors[i] for i in which]
-        rowwise = [new.rowwise and not p.blockwise for p in same]
-        widths = [p.widths(own) for p, own in zip(same, rowwise, strict=True)]
-        keys, counts = tuple([p.key for p in same]), [new.blocks(p) for p in same]
-        block, row = [w for w, _ in widths], [w for _, w in widths]
-        groups.append(NoiseGroup(device, dtype, same, which, keys, counts, block, row, rowwise))
-    return groups
 
 
 def noise_type(own: torch.dtype) -> torch.dtype:
