@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from slimbayes.engine import noise, passes
-from slimbayes.engine.layout import Layout, NotJoined, arrays_of, is_cache, padded
+from slimbayes.engine.layout import Layout, arrays_of, padded
 from slimbayes.engine.locate import batch_dim_of as batch_dim_of
 from slimbayes.engine.locate import call_outside, check_size, latest_of, warn_of_loop, warn_of_unused
 from slimbayes.engine.locate import layout_of as layout_of
 from slimbayes.engine.modules import plan_once
-from slimbayes.engine.objects import check_caches, copy_containers, stack_draws
+from slimbayes.engine.objects import NotJoined, check_caches, copy_containers, is_cache, keep_caches_whole, stack_draws
 from slimbayes.engine.passes import Pass, Unproven
 from slimbayes.engine.trial import forgetting_drawn_weights
 from slimbayes.errors import SlimbayesWarning
@@ -279,7 +279,10 @@ def run_draws(
     if folds:
         new.layout = layout
         more, options = layout.tile((args, kwargs), total) if tile and total > 1 else own((args, kwargs))
-        return layout.split(finish(new, posteriors, model, more, options), total, max(new.rows // total, 1))
+        out = finish(new, posteriors, model, more, options)
+        if total > 1 and not isinstance(out, torch.Tensor):
+            out = keep_caches_whole(out, total)
+        return layout.split(out, total, max(new.rows // total, 1))
     known, rows, parts = layout if layout.folds or layout.rowwise else None, new.rows // total, []
     for j in new.lasting.each(model, total) if layout.stateful and total > 1 else range(total):
         mine = {name: value.of(j) if isinstance(value, NotJoined) else value for name, value in kwargs.items()}

@@ -1,5 +1,6 @@
-"""Where the rows of a kind of call lie: in its inputs, in its outputs, and at each converted layer. And how calls are
-folded by it, with inputs and outputs in tuples, mappings, dataclasses, packed sequences, in any nesting.
+"""Where the rows of a kind of call lie: in its inputs, in its outputs, and at each converted layer. How inputs are cut
+and repeated by it, and which layouts a proof tries in turn. Inputs and outputs are tuples, mappings, dataclasses and
+packed sequences, in any nesting.
 
 torch's pytree does the work. Dataclasses that it does not know are opened here, and a packed sequence counts as one
 leaf.
@@ -140,10 +141,6 @@ class Layout:
         """
         if len(arrays_of(outputs)) != len(self.outputs):
             raise Unproven("the model returned other tensors than when its rows were located")
-        if draws > 1 and not isinstance(outputs, Tensor) and any(map(is_cache, leaves_of(outputs))):
-            outputs = tree_map(
-                lambda leaf: NotJoined([leaf], draws) if hasattr(leaf, "get_seq_length") else leaf, outputs
-            )
 
         def split(i: int, leaf: Any) -> Any:
             dim, (before, shapes) = self.outputs[i], self.output_sizes
@@ -161,6 +158,46 @@ class Layout:
             return parts.movedim(dim, 0) if dim else parts
 
         return map_arrays(split, outputs)
+
+
+def candidate_layouts(inputs: Any, batch_dim: int | None) -> Iterator[Layout]:
+    """Layouts that say which inputs hold rows, where, and what tells how many there are; the likeliest first."""
+    arrays = arrays_of(inputs)
+    shapes = [(-1, int(a.batch_sizes[0])) if isinstance(a, PackedSequence) else tuple(a.shape) for a in arrays]
+    # Inputs with more dimensions first: masks, lengths and weights have fewer than what they are for.
+    packed = [isinstance(a, PackedSequence) for a in arrays]
+    flags = [isinstance(a, Tensor) and a.dtype == torch.bool for a in arrays]
+    order = sorted(range(len(arrays)), key=lambda i: (not packed[i], flags[i], -len(shapes[i])))
+    seen: set[Dims] = set()
+    for dim in (0, 1) if batch_dim is None else (batch_dim,):
+        for i in order:
+            at = 1 if packed[i] else dim
+            if len(shapes[i]) > at and shapes[i][at] > 0:
+                for dims in _variants(shapes, i, at):
+                    if dims not in seen:
+                        seen.add(dims)
+                        yield Layout(inputs=dims, lead=(i, at))
+
+
+def _variants(shapes: Sequence[tuple[int, ...]], lead: int, at: int) -> Iterator[Dims]:
+    """Rows of all inputs, if input `lead` has them along `at`: where sizes fit, with one input less, multiples too."""
+    rows = shapes[lead][at]
+    fits = [[d for d, size in enumerate(shape) if size == rows and d < 2] for shape in shapes]
+    first = [at if at in f else f[0] if f else None for f in fits]
+    first[lead] = at
+    yield tuple(first)
+    yield tuple(at if at in f else None for f in fits)  # as many coordinates (points, 3) as rows
+    for i, found in enumerate(fits):  # a state (layers, rows, units) of as many layers as rows
+        for other in found if i != lead else ():
+            yield tuple(other if j == i else d for j, d in enumerate(first))
+    yield tuple(next((d for d in reversed(f)), None) if j != lead else at for j, f in enumerate(fits))
+    for i, dim in enumerate(first):
+        if dim is not None and i != lead:
+            yield tuple(None if j == i else d for j, d in enumerate(first))
+    yield tuple(
+        d if d is not None or not s or rows < 2 or s[0] % rows else 0 for d, s in zip(first, shapes, strict=True)
+    )
+    yield tuple(at if j == lead else None for j in range(len(shapes)))
 
 
 def _is_packed(leaf: Any) -> bool:
@@ -241,54 +278,3 @@ def index_rows(leaf: Any, dim: int, index: Tensor) -> Any:
     whole, lengths = pad_packed_sequence(leaf)
     chosen = whole.index_select(1, index.to(whole.device))
     return pack_padded_sequence(chosen, lengths[index.cpu()], enforce_sorted=False)
-
-
-class NotJoined:
-    """Stands for what draws, or members, return one by one and nobody can join, such as caches of keys and values; or
-    for one cache of the rows of several draws. The next call of the same draws gives each its own again.
-    """
-
-    def __init__(self, parts: Sequence[Any], draws: int = 1) -> None:
-        self.parts, self.draws = tuple(parts), len(parts) * draws
-
-    def of(self, draw: int) -> Any:
-        """What one draw returned."""
-        if len(self.parts) == self.draws:
-            return self.parts[draw]
-        rows, whole = next(_cached(self.parts[0])).shape[0] // self.draws, copy_of(self.parts[0])
-        whole.batch_select_indices(torch.arange(draw * rows, (draw + 1) * rows))
-        return whole
-
-    def __repr__(self) -> str:
-        return f"{self.draws} separate {type(self.parts[0]).__name__}s, of(j) is that of draw j"
-
-
-def is_cache(leaf: Any) -> bool:
-    """Whether an input or output holds keys and values of earlier steps."""
-    return hasattr(type(leaf), "get_seq_length") or isinstance(leaf, NotJoined)
-
-
-def copy_of(leaf: Any) -> Any:
-    if hasattr(
-        type(leaf), "get_seq_length"
-    ):  # a cache, to which a call adds its own; tensors of a graph do not copy deeply
-        return copy.deepcopy(leaf, {id(tensor): tensor.clone() for tensor in _cached(leaf)})
-    if isinstance(leaf, Tensor):
-        return leaf.clone()
-    held = any(isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values())
-    return copy.copy(leaf) if is_opaque(leaf) and (held or hasattr(leaf, "__copy__")) else leaf
-
-
-def is_opaque(leaf: Any) -> bool:
-    """Whether an input is an object of somebody's, such as a batch of graphs, which may hold tensors."""
-    return not isinstance(leaf, (str, bytes, int, float, complex, type(None), list, tuple, dict))
-
-
-def _cached(cache: Any) -> Iterator[Tensor]:
-    """The tensors in a cache, and in the layers and caches that it holds."""
-    for value in vars(cache).values():
-        for part in value if isinstance(value, list) else [value]:
-            if isinstance(part, Tensor):
-                yield part
-            elif hasattr(type(part), "get_seq_length"):
-                yield from _cached(part)

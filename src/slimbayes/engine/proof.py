@@ -26,8 +26,18 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import noise, passes, trial
-from slimbayes.engine.layout import Dims, Layout, Unproven, arrays_of, leaves_of, map_arrays, padded, tree_map
-from slimbayes.engine.objects import copy_containers, open_objects, stack_draws, without_cache
+from slimbayes.engine.layout import (
+    Dims,
+    Layout,
+    Unproven,
+    arrays_of,
+    candidate_layouts,
+    leaves_of,
+    map_arrays,
+    padded,
+    tree_map,
+)
+from slimbayes.engine.objects import stack_draws, without_cache
 from slimbayes.engine.probe import (
     Mask,
     Probe,
@@ -39,7 +49,7 @@ from slimbayes.engine.probe import (
     some_rows,
     stands_for_all,
 )
-from slimbayes.engine.quiet import Quiet, inside_func, is_captured
+from slimbayes.engine.quiet import inside_func, is_captured
 from slimbayes.engine.state import Trials
 
 
@@ -57,7 +67,7 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
     mixed, stateful, looped = False, False, False
     inputs = tree_map(without_cache, inputs)
     with trial.undisturbed(model, inputs, posteriors) as trials:
-        for tried, guess in enumerate(trial.candidate_layouts(inputs, batch_dim)):
+        for tried, guess in enumerate(candidate_layouts(inputs, batch_dim)):
             proof, along = Proof(trials, inputs, guess), (guess.lead or (0, 0))[1]
             try:
                 layout = proof.run()
@@ -87,7 +97,7 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
             if tried > 20:
                 break
         fails = trial.fails(trials, inputs)  # what says nothing of other inputs; the call itself will say why
-    lead = next((h.lead for h in trial.candidate_layouts(inputs, batch_dim)), None)
+    lead = next((h.lead for h in candidate_layouts(inputs, batch_dim)), None)
     why = next((reason for reason in reasons if reason), "no input has a dimension that could hold rows")
     return Layout(why=why, lead=lead, provisional=fails, mixed=mixed, stateful=stateful)
 
@@ -276,25 +286,13 @@ class Proof:
         if not self.posteriors:
             return
         new = noise.draw(self.posteriors, passes.Pass(2, 2 * self.rows, rowwise=self.layout.rowwise))
-        out = self._run_drawn(new.view(new.rows, self.layout), self.layout.tile(self.inputs, 2))
+        out = trial.run_drawn(self.trials, new.view(new.rows, self.layout), self.layout.tile(self.inputs, 2))
         together = arrays_of(self.layout.split(out, 2, self.rows))
-        parts = [self._run_drawn(new.single(j, self.layout), self.inputs) for j in range(2)]
+        parts = [trial.run_drawn(self.trials, new.single(j, self.layout), self.inputs) for j in range(2)]
         for i, (a, b) in enumerate(zip(together, arrays_of(stack_draws(parts)), strict=True)):
             if not self._close(a, b):
                 off = trial.relative_difference(a, b)
                 raise Unproven(f"output {i} of folded draws differs from that of single ones by {off:.2g} of its size")
-
-    def _run_drawn(self, new: passes.Pass, inputs: Any) -> Any:
-        """What the model gives with the draws of a pass, and nothing else at random."""
-        model, (args, kwargs) = self.trials.model, copy_containers(inputs)
-        try:
-            with trial.no_autocast({p.device.type for p in self.posteriors}):
-                passes.run(new, noise.realise, self.posteriors, new)
-                with Quiet(not model.training, self.trials):
-                    out = passes.run(new, model, *args, **kwargs)
-            return tree_map(padded, open_objects(out))
-        finally:
-            self.trials.restore()
 
     def _close(self, a: Tensor, b: Tensor) -> bool:
         return a.shape == b.shape and trial.relative_difference(a, b) <= self.tolerance

@@ -16,7 +16,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from slimbayes.engine import calls
-from slimbayes.engine.layout import arrays_of, is_opaque, map_arrays, padded
+from slimbayes.engine.layout import arrays_of, map_arrays, padded
+from slimbayes.engine.objects import is_opaque
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.prediction.checks import check_inputs
 from slimbayes.prediction.draws import MOST_ROWS

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from slimbayes.convert.convert import conversions_of, debayesianize
 from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.calls import Fold
-from slimbayes.engine.layout import arrays_of, is_opaque
+from slimbayes.engine.layout import arrays_of
 from slimbayes.engine.noise import Seed
-from slimbayes.engine.objects import copy_containers
+from slimbayes.engine.objects import copy_containers, is_opaque
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.state import copy_modules
 from slimbayes.layers.base import BayesLayer, Converted
