@@ -82,11 +82,11 @@ def call_module(module: nn.Module, function: Callable[..., Any], args: Any, kwar
     found = None if key is None else passes.of(key)
     if found is not None and found.opener is module and passes.recomputing(found):
         # A checkpoint around the whole call: it restores the random state, too.
-        return _open(module, function, args, kwargs)
+        return _open_pass(module, function, args, kwargs)
     if key is None or (found is not None and not found.held):
         return function(*args, **kwargs)
     if found is None or (isinstance(found, Scope) and found.module is module and not found.whole):
-        return _open(module, function, args, kwargs)
+        return _open_pass(module, function, args, kwargs)
     return _call_under_held_draws(found, module, function, args, kwargs)
 
 
@@ -105,35 +105,36 @@ def needs_rows(posteriors: Sequence[Any]) -> bool:
     return plan_once(posteriors, "needs rows", lambda: any(p.members > 1 or p.by_row for p in posteriors))
 
 
-def _open(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    posteriors = passes.posteriors_of(module)
-    if torch.compiler.is_compiling() and needs_rows(posteriors) and latest_of(module) is None:
-        return call_outside(module, args, kwargs)  # the compiler sees the next call, which it can take whole
-    layout = layout_of(module, args, kwargs, posteriors) if needs_rows(posteriors) else None
+def _open_pass(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A bare call: in a pass of its own, whose rows share out the members."""
+    posteriors, layout, rows = passes.posteriors_of(module), None, 1
+    if needs_rows(posteriors):
+        if torch.compiler.is_compiling() and latest_of(module) is None:
+            return call_outside(module, args, kwargs)  # the compiler sees the next call, which it can take whole
+        layout = layout_of(module, args, kwargs, posteriors)
+        rows = layout.rows((args, kwargs))
     if kwargs:
         check_caches(kwargs)
-    rows = 1
     if layout is not None:
-        rows = layout.rows((args, kwargs))
         check_size(module, (args, kwargs), posteriors, layout)
-        _tell_of_part(module, posteriors, rows)
-    if layout is not None and not layout.rowwise and rows > 1:
-        warn_of_loop(layout, "each call uses one draw for all rows, where rows would share out the members")
+        _warn_of_part(module, posteriors, rows)
+        if not layout.rowwise and rows > 1:
+            warn_of_loop(layout, "each call uses one draw for all rows, where rows would share out the members")
     new = _bare_pass(posteriors, rows, layout)
     new.opener = module
     try:
-        return finish(new, posteriors, function, args, kwargs)
+        return run_pass(new, posteriors, function, args, kwargs)
     except Unproven as error:
         assert layout is not None
         unfold(layout, error)
-        return _open(module, function, args, kwargs)
+        return _open_pass(module, function, args, kwargs)
 
 
 def _most_members(posteriors: Sequence[Any]) -> int:
     return plan_once(posteriors, "most members", lambda: max(p.members for p in posteriors))
 
 
-def _tell_of_part(module: nn.Module, posteriors: Sequence[Any], rows: int) -> None:
+def _warn_of_part(module: nn.Module, posteriors: Sequence[Any], rows: int) -> None:
     """Say once that parts of a model which are called one after another begin at members of their own."""
     if torch.compiler.is_compiling() or _most_members(posteriors) == 1:
         return
@@ -162,7 +163,7 @@ def _bare_pass(posteriors: Sequence[Any], rows: int, layout: Layout | None, firs
     return noise.draw(posteriors, new)
 
 
-def finish(new: Pass, posteriors: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run_pass(new: Pass, posteriors: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the draws of a pass, run, and let a backward pass find them again."""
     tree = getattr(posteriors, "tree", None)  # of all posteriors under a module, outside of a compiler
     looks = tree is not None and tree.keeps_drawn.get((tree.modules[0].training, torch.is_grad_enabled()), True)
@@ -195,7 +196,7 @@ def _call_under_held_draws(held: Pass, module: nn.Module, function: Callable[...
             warn_of_loop(layout, what)
         new = held.view(rows, layout) if layout.rowwise else held.single(0, layout if layout.folds else None)
     try:
-        return finish(new, posteriors, function, args, kwargs)
+        return run_pass(new, posteriors, function, args, kwargs)
     except Unproven as error:
         if isinstance(held, Scope):
             raise ValueError(f"{error}: hold one draw for all rows, with frozen(model, draws=1).") from error
@@ -220,8 +221,8 @@ def sampled(
     `seed` also rules what the model draws by itself.
     """
     by_row = plan_once(posteriors, "by row", lambda: any(p.by_row or p.late for p in posteriors))
-    alone = not split and not by_row and (total == 1 or fold is False)
-    layout = Layout(stateful=True) if alone else layout_of(model, args, kwargs, posteriors)
+    needs_layout = split or by_row or (total > 1 and fold is not False)
+    layout = layout_of(model, args, kwargs, posteriors) if needs_layout else Layout(stateful=True)
     rows = max(layout.rows((args, kwargs)), 0)
     copies = 1 if split or fold is False else total
     if rows and not layout.covers((args, kwargs), copies):
@@ -255,7 +256,7 @@ def sampled(
     if share and folds and total > 1 and not layout.random:  # what a random module gives differs between draws
         new.shared = layout.shareable
     # What is drawn late in compiled code comes from torch's generators, too, unless draws are numbered.
-    own = None if held is not None and not (alone or layout.random) else seed
+    own = None if held is not None and needs_layout and not layout.random else seed
     try:
         with nullcontext() if own is None else noise.own_noise(own, posteriors[0].device):
             return run_draws(model, posteriors, args, kwargs, new, layout, folds, tile=not split)
@@ -279,7 +280,7 @@ def run_draws(
     if folds:
         new.layout = layout
         more, options = layout.tile((args, kwargs), total) if tile and total > 1 else own((args, kwargs))
-        out = finish(new, posteriors, model, more, options)
+        out = run_pass(new, posteriors, model, more, options)
         if total > 1 and not isinstance(out, torch.Tensor):
             out = keep_caches_whole(out, total)
         return layout.split(out, total, max(new.rows // total, 1))
@@ -287,7 +288,7 @@ def run_draws(
     for j in new.lasting.each(model, total) if layout.stateful and total > 1 else range(total):
         mine = {name: value.of(j) if isinstance(value, NotJoined) else value for name, value in kwargs.items()}
         more, options = own((args, mine) if tile else layout.narrow((args, mine), j * rows, rows))
-        parts.append(finish(new.single(j, known), posteriors, model, more, options))
+        parts.append(run_pass(new.single(j, known), posteriors, model, more, options))
     return stack_draws(parts)
 
 

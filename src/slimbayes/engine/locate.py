@@ -30,7 +30,7 @@ _MODES = 8  # of a model for which rows are located, for each kind of input
 _WRAPPED = {"_orig_mod", "_forward_module"}  # where torch.compile and Fabric keep what they run
 
 
-def kind_of(model: nn.Module, args: Any, kwargs: Any, modes: Any) -> tuple[Any, Any]:
+def call_kind(model: nn.Module, args: Any, kwargs: Any, modes: Any) -> tuple[Any, Any]:
     """What makes two calls alike: the nesting, types and numbers of dimensions, flags; and modes and numbers."""
     leaves: list[Any] = [*args, *kwargs.values()]
     if all([type(leaf) in _PLAIN for leaf in leaves]):
@@ -115,7 +115,7 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any]) 
     given, model = model, unwrapped(model)
     read = posteriors.tree if model is given and isinstance(posteriors, Posteriors) else None  # just now
     tree = read or tree_of(model)
-    kind, modes = kind_of(model, args, kwargs, tree.modes())
+    kind, modes = call_kind(model, args, kwargs, tree.modes())
     known: dict[Any, Layout] = tree.layouts.setdefault(kind, {})
     with _PROVING:  # threads that meet a model together wait for the first
         layout = known.get(modes)

@@ -167,7 +167,7 @@ def forgetting_drawn_weights(tree: Any, inputs: Any) -> Iterator[None]:
     mode = model.training, torch.is_grad_enabled()
     with _CACHES if tree.keeps_drawn.get(mode) else nullcontext():
         if not tree.keeps_drawn:
-            _tell_of_ties(tree.modules)
+            _warn_of_ties(tree.modules)
         state = State(model)
         try:
             yield
@@ -178,7 +178,7 @@ def forgetting_drawn_weights(tree: Any, inputs: Any) -> Iterator[None]:
             state.forget()
 
 
-def _tell_of_ties(modules: Sequence[nn.Module]) -> None:
+def _warn_of_ties(modules: Sequence[nn.Module]) -> None:
     """Say which layers have one weight and were converted apart, so that each draws it anew."""
     owners: dict[int, Any] = {}
     layers: list[Any] = [m for m in modules if "posterior" in m._modules]

@@ -187,7 +187,7 @@ class Graph(nn.Module):
         new = held.view(self.total * self.layout.rows((args, {})), known)
         if self.folded:
             return select(calls.run_draws(self.model, self.posteriors, args, {}, new, self.layout, folds=True), None)
-        parts = [calls.finish(new.single(j, known), self.posteriors, self.model, args, {}) for j in self.kept]
+        parts = [calls.run_pass(new.single(j, known), self.posteriors, self.model, args, {}) for j in self.kept]
         return torch.stack([select(part, None) for part in parts])
 
 
