@@ -103,7 +103,7 @@ class AnyLayer(BayesLayer):
             return torch.outer(r, s).view(*weight.shape[:2], *[1] * (weight.dim() - 2))
 
         mask = self._buffers.get("weight_mask") if site == "weight" else None
-        return LinearMap(weight, bias, op, outer, batch_dim, -1, foldable=False, mask=mask)
+        return LinearMap(weight, bias, op, outer, batch_dim, -1, absorbs=False, mask=mask)
 
     def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
         lead = self.posteriors()[0]

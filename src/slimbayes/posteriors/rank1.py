@@ -178,7 +178,7 @@ class Rank1Posterior(WeightPosterior):
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         current = linear.current or self.current
         drawn: Drawn = current.values.get(self.key) or self.values()
-        if drawn.r.shape[0] == 1 and linear.foldable and not self.additive:
+        if drawn.r.shape[0] == 1 and linear.absorbs and not self.additive:
             return linear.op(x, *self.materialise(linear, 0))
         every = drawn.lines if drawn.own is linear.bias and type(linear) is LinearMap else None
         # Rows come first, all that the pass has, and are too few for kernels.
