@@ -1653,6 +1653,27 @@ def test_the_latest_layout_is_that_of_the_last_call_although_the_user_was_warned
         assert latest is not None and latest.folds == (len(shape) == 2)
 
 
+@pytest.mark.parametrize("config", [MEMBERS, RANDOM, sb.MeanField(scale_init=0.3)])
+@torch.no_grad()
+def test_transposed_convolutions_of_a_given_output_size(config: Any) -> None:
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.ConvTranspose1d(3, 2, 3, stride=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x, output_size=[10])
+
+    model, x = sb.bayesianize(Grows(), config), torch.randn(6, 3, 4)
+    with sb.frozen(model, draws=2):
+        expected = torch.stack([plain(x) for plain in held(model, 2)])
+        close(sb.sample(model, x), expected)
+        close(sb.sample(model, x, fold=False), expected)
+        one = torch.stack([plain(x[0]) for plain in held(model, 2)])
+        close(sb.sample(model, x[0], fold=False), one)  # an input without a dimension for rows
+    assert expected.shape[-1] == 10
+
+
 def test_a_model_that_goes_another_way_for_other_numbers_is_found_out_later() -> None:
     """Rows act on each other only where numbers are large: what the first call shows holds no longer."""
 

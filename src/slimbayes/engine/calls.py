@@ -1,12 +1,16 @@
 """Calls of a converted model: what opens a pass, how many draws share a forward, and what happens where they cannot.
 
+    model(x)                       call_module -> _open_pass -> run_pass
+    model(x) inside `frozen`       call_module -> _call_under_held_draws -> run_pass
+    model.encode(x)                scope_of, then every call inside as inside `frozen`
+    sample(model, x), predict      sampled -> run_draws -> run_pass, once or for each draw
+
 Sizes: S draws, B rows of the caller's batch, K members.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -19,7 +23,7 @@ from torch import nn
 from slimbayes.engine import noise, passes
 from slimbayes.engine.layout import Layout, arrays_of, padded
 from slimbayes.engine.locate import batch_dim_of as batch_dim_of
-from slimbayes.engine.locate import call_outside, check_size, latest_of, warn_of_loop, warn_of_unused
+from slimbayes.engine.locate import call_outside, check_size, latest_of, warn_of_loop, warn_of_part, warn_of_unused
 from slimbayes.engine.locate import layout_of as layout_of
 from slimbayes.engine.modules import plan_once
 from slimbayes.engine.objects import NotJoined, check_caches, copy_containers, is_cache, keep_caches_whole, stack_draws
@@ -28,7 +32,6 @@ from slimbayes.engine.trial import forgetting_drawn_weights
 from slimbayes.errors import SlimbayesWarning
 
 Fold = Literal["auto"] | bool
-_PART = threading.local()  # the latest part of a model called by itself: its name, its model's number, and its rows
 
 
 class Scope(Pass):
@@ -117,7 +120,8 @@ def _open_pass(module: nn.Module, function: Callable[..., Any], args: Any, kwarg
         check_caches(kwargs)
     if layout is not None:
         check_size(module, (args, kwargs), posteriors, layout)
-        _warn_of_part(module, posteriors, rows)
+        if _most_members(posteriors) > 1:
+            warn_of_part(module, posteriors, rows)
         if not layout.rowwise and rows > 1:
             warn_of_loop(layout, "each call uses one draw for all rows, where rows would share out the members")
     new = _bare_pass(posteriors, rows, layout)
@@ -132,24 +136,6 @@ def _open_pass(module: nn.Module, function: Callable[..., Any], args: Any, kwarg
 
 def _most_members(posteriors: Sequence[Any]) -> int:
     return plan_once(posteriors, "most members", lambda: max(p.members for p in posteriors))
-
-
-def _warn_of_part(module: nn.Module, posteriors: Sequence[Any], rows: int) -> None:
-    """Say once that parts of a model which are called one after another begin at members of their own."""
-    if torch.compiler.is_compiling() or _most_members(posteriors) == 1:
-        return
-    part = posteriors[0].name if "_slimbayes" not in module.__dict__ else ""
-    before, _PART.latest = getattr(_PART, "latest", None), (part, posteriors[0].conversion, rows)
-    if part and before and before[0] not in ("", part) and before[1:] == _PART.latest[1:] and not posteriors[0].alone:
-        posteriors[0].alone = True
-        warnings.warn(
-            f"{posteriors[0].name or type(module).__name__} is called by itself after another part: each such call "
-            f"shares its rows out among members anew, so that parts which belong together (net.head(net.body(x)), a "
-            f"Sequential of some children) run as different members. Call them inside `with frozen(model):`, in a "
-            f"method of the model, or by sample.",
-            SlimbayesWarning,
-            stacklevel=5,
-        )
 
 
 def _bare_pass(posteriors: Sequence[Any], rows: int, layout: Layout | None, first: Any = None) -> Pass:

@@ -22,8 +22,9 @@ _GROWS = (list, dict, set, deque)
 _PLAIN = {int, float, str, bool, bytes, type(None)}  # of which vocabularies have many
 _ABSENT = object()
 CACHED_NAMES = "_slimbayes_cached"  # where a module keeps the names of what it computed from drawn weights
-# By module and name: what is there after a call, or that nothing is, and True if it is another object than before; else
-# what was written into, within it, and copies of that.
+# By number of a module and name of an attribute: (what is there after a call, or _ABSENT, True) if it is another object
+# than before; else (pairs of what was written into, within it, and copies of that, False). Hooks that came during a call
+# are (functions that put them up again, False), by (~number of the place they hang at, "hooks").
 Change = dict[tuple[int, str], tuple[Any, bool]]
 
 
@@ -49,7 +50,7 @@ class State:
         self.model = model
         found = modules_of(model)
         own = [m for m in found if not (isinstance(m, (Keyed, nn.ModuleDict)) or has_known_class(m))]
-        self.own = len(own)  # modules whose attributes count, too; of the others only buffers do
+        self.own = len(own)  # of `modules` the first so many, whose attributes count, too; of others only buffers do
         known = set(map(id, own))
         self.modules = own + ([m for m in found if m._buffers and id(m) not in known] if self.every else [])
         self.before = self._now()
