@@ -224,7 +224,7 @@ MUTATIONS = [
     ),
     Mutation(
         "proof-tree",
-        "if former is not None and former.number == found.number:",
+        "if former is not None and former.identities == found.identities:",
         "if former is not None:",
         'test_engine.py -k "again or layout or replaced"',
         'test_review_entries.py -k "replaced or added or removed"',

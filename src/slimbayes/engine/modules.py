@@ -70,14 +70,16 @@ class Tree:
     """The modules under a root as they were read, and where rows lie in calls of it, as proven. Copies know nothing."""
 
     def __init__(self, root: nn.Module | None = None) -> None:
-        self.changes = _CHANGES[0]
         self.modules = [] if root is None else _list_modules(root)
         self.posteriors = Posteriors([m for m in self.modules if isinstance(m, Keyed)])
-        self.posteriors.tree, self.number = self, hash(tuple(map(id, self.modules)))
-        self.held = [m.__dict__ for m in self.modules]
+        self.posteriors.tree = self
+        # By which `stands` and `tree_of` know it again.
+        self.changes, self.identities = _CHANGES[0], hash(tuple(map(id, self.modules)))
+        self.dicts = [m.__dict__ for m in self.modules]
         self.children = self._children()
-        self.run = [m for m in self.modules if not isinstance(m, (Keyed, nn.ModuleDict))]
-        self.own = [m.__dict__ for m in self.run]
+        # Modules that may have flags and numbers of their own, for `modes`.
+        self.running = [m for m in self.modules if not isinstance(m, (Keyed, nn.ModuleDict))]
+        self.running_dicts = [m.__dict__ for m in self.running]
         self.layouts: dict[Any, dict[Any, Any]] = {}  # by kind of call, and modes
         self.latest: list[Any] = [None, None]  # of the last call in eval mode, and of the last in training
         # Whether modules keep something computed from drawn weights: by whether they train, and gradients are on.
@@ -88,11 +90,11 @@ class Tree:
         return Tree, ()
 
     def _children(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(_VALUES, filter(None, map(_PARTS, self.held)))))  # most have none
+        return list(chain.from_iterable(map(_VALUES, filter(None, map(_PARTS, self.dicts)))))  # most have none
 
     def _read_flags(self) -> None:
-        self.attributes = sum(map(len, self.own))
-        kept = zip(map(_flags_of, self.run), self.own, strict=True)
+        self.attributes = sum(map(len, self.running_dicts))
+        kept = zip(map(_flags_of, self.running), self.running_dicts, strict=True)
         # Of at least two names each, so that it gives a tuple.
         self.flags = [(itemgetter(names[0], *names), own) for names, own in kept if names]
 
@@ -100,7 +102,7 @@ class Tree:
         """What may lead the same modules another way: whether they train, and flags and numbers that they keep. Not
         hooks: most only look, and a proof would show them inputs that nobody gave.
         """
-        if sum(map(len, self.own)) != self.attributes:  # a flag that was not there before, or is no more
+        if sum(map(len, self.running_dicts)) != self.attributes:  # a flag that was not there before, or is no more
             self._read_flags()
         try:
             flags = tuple(chain.from_iterable([read(own) for read, own in self.flags]))
@@ -109,7 +111,7 @@ class Tree:
             flags = tuple(chain.from_iterable([read(own) for read, own in self.flags]))
         if not _PLAIN.issuperset(map(type, flags)):  # what became an array is not to be kept
             flags = tuple([flag if isinstance(flag, _FLAGS) else type(flag) for flag in flags])
-        return tuple([own.get("training") for own in self.own]), flags
+        return tuple([own.get("training") for own in self.running_dicts]), flags
 
     def stands(self, root: nn.Module) -> bool:
         """Whether the root is the same and has the same modules under it."""
@@ -157,7 +159,7 @@ def tree_of(root: nn.Module) -> Tree:
     with _READING:  # threads that meet a model together share what they find out
         former = root.__dict__.get("_slimbayes_tree")
         found = former if former is not None and former.stands(root) else Tree(root)
-        if former is not None and former.number == found.number:  # posteriors changed, not modules
+        if former is not None and former.identities == found.identities:  # posteriors changed, not modules
             found.layouts, found.latest = former.layouts, former.latest
         if found.posteriors:
             root.__dict__["_slimbayes_tree"] = found

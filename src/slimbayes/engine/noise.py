@@ -182,16 +182,16 @@ def _hand_out(group: NoiseGroup, new: Pass, block: Tensor, row: Tensor) -> None:
 def draw(posteriors: Sequence[Any], new: Pass) -> Pass:
     """Draw the noise of a pass for all posteriors at once."""
     for group in groups_of(posteriors, new):
-        late = [False] * len(group.keys)
+        from_seed = [False] * len(group.keys)
         if any(group.rowwise) and (group.device.type == "cuda" or INTERPRETED) and ready(group.posteriors[0].anchor):
-            late = [own and p.seeded(new.rows) for p, own in zip(group.posteriors, group.rowwise, strict=True)]
+            from_seed = [own and p.seeded(new.rows) for p, own in zip(group.posteriors, group.rowwise, strict=True)]
         alike = len(set(group.counts)) == 1
-        if alike and not any(late):
+        if alike and not any(from_seed):
             block, row = (group.counts[0], sum(group.block)), (new.rows if any(group.row) else 0, sum(group.row))
             numbers = [_normal(shape, group.device, group.dtype, new) for shape in (block, row)]
             _hand_out(group, new, *numbers)
         else:
-            _draw_separately(group, late, new)
+            _draw_separately(group, from_seed, new)
     return new
 
 
@@ -207,18 +207,18 @@ def _normal(shape: tuple[int, int], device: torch.device, dtype: torch.dtype, ne
     return _random(_eager_normal if past else torch.randn, shape, device, dtype, new)
 
 
-def _draw_separately(group: NoiseGroup, late: list[bool], new: Pass) -> None:
+def _draw_separately(group: NoiseGroup, from_seed: list[bool], new: Pass) -> None:
     """Noise where posteriors have different numbers of blocks, or some of them a seed instead of numbers for rows."""
-    block = [0 if seeded else width for width, seeded in zip(group.block, late, strict=True)]
-    row = [0 if seeded else width for width, seeded in zip(group.row, late, strict=True)]
+    block = [0 if own else width for width, own in zip(group.block, from_seed, strict=True)]
+    row = [0 if own else width for width, own in zip(group.row, from_seed, strict=True)]
     sizes = [count * width for count, width in zip(group.counts, block, strict=True)]
     flat = _random(torch.randn, (sum(sizes),), group.device, group.dtype, new).split(sizes)
-    rows = new.rows if any(row) or any(late) else 0
+    rows = new.rows if any(row) or any(from_seed) else 0
     lines = _random(torch.randn, (rows, sum(row)), group.device, group.dtype, new).split(row, dim=1)
-    seed = kernel_seed(group.device, new) if any(late) else None
+    seed = kernel_seed(group.device, new) if any(from_seed) else None
     for i, at in enumerate(group.keys):
         numbers = flat[i].view(group.counts[i], block[i])
-        new.noise[at] = Noise(numbers, lines[i], seed if late[i] else None, 2 * group.places[i])
+        new.noise[at] = Noise(numbers, lines[i], seed if from_seed[i] else None, 2 * group.places[i])
 
 
 def realise(posteriors: Sequence[Any], new: Pass) -> Pass:

@@ -23,7 +23,7 @@ _PLAIN = {int, float, str, bool, bytes, type(None)}  # of which vocabularies hav
 _ABSENT = object()
 CACHED_NAMES = "_slimbayes_cached"  # where a module keeps the names of what it computed from drawn weights
 # By number of a module and name of an attribute: (what is there after a call, or _ABSENT, True) if it is another object
-# than before; else (pairs of what was written into, within it, and copies of that, False). Hooks that came during a call
+# than before; else (pairs of what was written into, within it, and copies of that, False). Hooks that came in a call
 # are (functions that put them up again, False), by (~number of the place they hang at, "hooks").
 Change = dict[tuple[int, str], tuple[Any, bool]]
 
