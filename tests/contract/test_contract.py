@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 import slimbayes as sb
 from slimbayes.distributions.families import rho_from_scale
 from slimbayes.engine import calls, noise, passes
+from slimbayes.engine.locate import layout_of
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.posteriors.correlated import CorrelatedPosterior
@@ -337,7 +338,7 @@ def test_every_row_of_a_folded_batch_equals_a_plain_model_with_that_draws_weight
         if isinstance(posterior, MemberNormPosterior):  # and statistics
             nn.init.normal_(posterior.running_mean)
             nn.init.uniform_(posterior.running_var, 0.5, 2.0)
-    layout, draws = calls.layout_of(model, (x,), {}, posteriors_of(model)), 2 * sb.members(model)
+    layout, draws = layout_of(model, (x,), {}, posteriors_of(model)), 2 * sb.members(model)
     assert layout.folds
     new = passes.Pass(draws, draws * case.rows, rowwise=layout.rowwise)
     noise.draw(posteriors_of(model), new)

@@ -21,13 +21,19 @@ import torch
 from torch import nn
 
 from slimbayes.engine import noise, passes
-from slimbayes.engine.layout import Layout, arrays_of, padded
-from slimbayes.engine.locate import batch_dim_of as batch_dim_of
-from slimbayes.engine.locate import call_outside, check_size, latest_of, warn_of_loop, warn_of_part, warn_of_unused
-from slimbayes.engine.locate import layout_of as layout_of
-from slimbayes.engine.modules import plan_once
+from slimbayes.engine.layout import Layout, Unproven, arrays_of, padded
+from slimbayes.engine.locate import (
+    call_outside,
+    check_size,
+    latest_of,
+    layout_of,
+    warn_of_loop,
+    warn_of_part,
+    warn_of_unused,
+)
+from slimbayes.engine.modules import first_key, plan_once
 from slimbayes.engine.objects import NotJoined, check_caches, copy_containers, is_cache, keep_caches_whole, stack_draws
-from slimbayes.engine.passes import Pass, Unproven
+from slimbayes.engine.passes import Pass
 from slimbayes.engine.trial import forgetting_drawn_weights
 from slimbayes.errors import SlimbayesWarning
 
@@ -81,7 +87,7 @@ class Scope(Pass):
 
 def call_module(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a module that has converted layers in it: as part of the pass under way, or in one of its own."""
-    key = passes.first_key(module)
+    key = first_key(module)
     found = None if key is None else passes.of(key)
     if found is not None and found.opener is module and passes.recomputing(found):
         # A checkpoint around the whole call: it restores the random state, too.
@@ -95,7 +101,7 @@ def call_module(module: nn.Module, function: Callable[..., Any], args: Any, kwar
 
 def scope_of(module: nn.Module, args: Any, kwargs: Any, whole: bool = False) -> Scope | None:
     """The scope that a call of a method opens; None where a pass is under way, or nothing is drawn."""
-    key = passes.first_key(module)
+    key = first_key(module)
     if key is None or torch.compiler.is_compiling() or passes.of(key) is not None:
         return None
     arrays = arrays_of((args, kwargs)) if whole else []

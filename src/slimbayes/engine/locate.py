@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes, proof
 from slimbayes.engine.layout import Layout, Unproven, arrays_of, leaves_of, tree_map
-from slimbayes.engine.modules import Posteriors, tree_of
+from slimbayes.engine.modules import Posteriors, modules_of, tree_of
 from slimbayes.engine.objects import calls_layers, without_cache
 from slimbayes.engine.probe import Visit
 from slimbayes.engine.quiet import inside_func, is_captured
@@ -254,7 +254,7 @@ def warn_of_unused(posteriors: Sequence[Any], done: passes.Pass, function: Any =
     """After the first pass, say which layers never ran: their posteriors have no part in any prediction."""
     if torch.compiler.is_compiling() or posteriors[0].noticed:
         return
-    if isinstance(function, nn.Module) and any("_orig_mod" in m._modules for m in passes.modules_of(function)):
+    if isinstance(function, nn.Module) and any("_orig_mod" in m._modules for m in modules_of(function)):
         return  # compiled code leaves no trace in `met`
     posteriors[0].noticed = True
     silent = [p for p in posteriors if p.layer is not None and p.layer.trace_of(p) not in done.met]

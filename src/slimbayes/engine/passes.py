@@ -25,11 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.engine.blocks import spread_of
-from slimbayes.engine.layout import Layout, arrays_of
-from slimbayes.engine.layout import Unproven as Unproven
-from slimbayes.engine.modules import Keyed as Keyed
-from slimbayes.engine.modules import first_key as first_key
-from slimbayes.engine.modules import modules_of as modules_of
+from slimbayes.engine.layout import Layout, Unproven, arrays_of
 from slimbayes.engine.modules import posteriors_of as posteriors_of
 from slimbayes.engine.state import Lasting
 

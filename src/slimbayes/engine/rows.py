@@ -14,7 +14,8 @@ from torch import Tensor
 
 from slimbayes.engine.blocks import block_of_row, block_sizes, sizes_equal
 from slimbayes.engine.fused import Seeded, autocast_type, dense, fused
-from slimbayes.engine.passes import Pass, Unproven
+from slimbayes.engine.layout import Unproven
+from slimbayes.engine.passes import Pass
 from slimbayes.kernels import LARGE, ready
 
 Op = Callable[[Tensor, Tensor, Tensor | None], Tensor]

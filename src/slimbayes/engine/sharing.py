@@ -19,6 +19,7 @@ from torch.jit import ScriptModule
 
 from slimbayes.engine import passes
 from slimbayes.engine.layout import Unproven, arrays_of, map_arrays, padded
+from slimbayes.engine.modules import first_key
 from slimbayes.engine.probe import Probe, doubled
 
 
@@ -29,7 +30,7 @@ def plain_modules(model: nn.Module) -> list[nn.Module]:
     def visit(module: nn.Module) -> None:
         if hasattr(type(module), "plain_forward") or isinstance(module, ScriptModule):
             return
-        if passes.first_key(module) is None and type(module).forward is not nn.Module.forward:
+        if first_key(module) is None and type(module).forward is not nn.Module.forward:
             if any(p.dim() > 1 for p in module.parameters()):
                 found.append(module)
             return

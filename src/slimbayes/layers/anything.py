@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from slimbayes.engine import passes
-from slimbayes.engine.layout import arrays_of, map_arrays, tree_map
-from slimbayes.engine.passes import Unproven
+from slimbayes.engine.layout import Unproven, arrays_of, map_arrays, tree_map
 from slimbayes.engine.rows import LinearMap, sizes_of_blocks
 from slimbayes.engine.state import State
 from slimbayes.layers.base import BayesLayer, made_once, mixed_class, reading

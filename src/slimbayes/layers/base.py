@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.engine import calls, passes
+from slimbayes.engine.layout import Unproven
 from slimbayes.engine.rows import LinearMap, Op
 from slimbayes.layers.site import Kind, Site, has, own_value, set_value
 
@@ -57,7 +58,7 @@ class Converted(nn.Module):
         at = (self.bayes_key, tuple(a.dim() for a in arrays))
         known = None if found.layout is None else found.layout.arguments.get(at)
         if known is None:
-            raise passes.Unproven(f"{self.bayes_name} met arguments whose rows nobody has located")
+            raise Unproven(f"{self.bayes_name} met arguments whose rows nobody has located")
         return known
 
     def plain_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -20,9 +20,8 @@ from torch.utils import _pytree as pytree
 
 from slimbayes.engine import noise, passes
 from slimbayes.engine.blocks import block_of_row, sizes_equal
-from slimbayes.engine.layout import arrays_of, map_arrays, padded, tree_map
+from slimbayes.engine.layout import Unproven, arrays_of, map_arrays, padded, tree_map
 from slimbayes.engine.objects import NotJoined, all_same, attributes_of, is_cache
-from slimbayes.engine.passes import Unproven
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.layers.base import Converted, made_once, mixed_class, reading
 from slimbayes.layers.methods import runs_later, wrap_methods
