@@ -45,7 +45,7 @@ MUTATIONS = [
     ),
     Mutation(
         "some-of-the-rows",
-        "(x.shape[found] % self.rows and (key, x.dim()) not in self.layout.joined)",
+        "(x.shape[found] % self.rows and (key, x.dim()) not in self.layout.merged)",
         "False",
         "test_strange_outputs.py -k some_of_the_rows",
     ),
@@ -58,7 +58,7 @@ MUTATIONS = [
     Mutation("rowless-of-member-0", "objects.append(f", "str(f", "test_strange_outputs.py -k began_alike"),
     Mutation(
         "members-at-once-forget",
-        "alone = current.layout.keeps or _needs_loop",
+        "alone = current.layout.stateful or _needs_loop",
         "alone = _needs_loop",
         "test_strange_outputs.py -k at_once_keep",
     ),
@@ -95,28 +95,31 @@ MUTATIONS = [
     ),
     Mutation(
         "single-rows",
-        "rows = slice(index * new.rows, (index + 1) * new.rows)",
-        "rows = slice(0, new.rows)",
+        "        start = index * rows\n        own",
+        "        start = 0\n        own",
         "contract/test_contract.py -k draws_differ",
     ),
     Mutation(
         "single-member",
-        "1, self.first + index, index, {}",
-        "1, self.first, index, {}",
+        "1, self.first + index, index, {}, {}",
+        "1, self.first, index, {}, {}",
         "test_engine.py -k right_folding",
     ),
     Mutation(
-        "take-first-draws", "Noise(n.block[index], ", "Noise(n.block[: len(index)], ", "test_sharing.py -k same_outputs"
+        "take-first-draws",
+        "Noise(noise.block[index], ",
+        "Noise(noise.block[: len(index)], ",
+        "test_sharing.py -k same_outputs",
     ),
     Mutation(
         "view-keeps-calls",
-        "new.calls, new.substitutes, new.joined, new.apart, new.drawn_yet = {}, {}, [], {}, False",
-        "new.substitutes, new.joined, new.apart, new.drawn_yet = {}, [], {}, False",
+        "        new._begin_call()\n",
+        "        new._begin_call()\n        new.calls = self.calls\n",
         "test_engine.py -k held_masks",
     ),
     Mutation(
         "noise-of-all-draws-alike",
-        "generator.manual_seed((first + j * _ODD) % 2**63)",
+        "generator.manual_seed((first + j * GOLDEN) % 2**63)",
         "generator.manual_seed(first)",
         "test_seeds.py -k function_of_model",
     ),
@@ -128,7 +131,7 @@ MUTATIONS = [
     ),
     Mutation(
         "masks-alike-at-all-places",
-        "number = _mixed(keys + _signed(place * _ODD))",
+        "number = _mixed(keys + _signed(place * GOLDEN))",
         "number = _mixed(keys)",
         "test_dropout.py -k held_draws_drop",
     ),
@@ -156,7 +159,7 @@ MUTATIONS = [
     Mutation("backward-task", "(found is None or found.task != task)", "found is None", "test_engine.py -k checkpoint"),
     Mutation(
         "split-apart",
-        "    if split and not layout.apart:\n",
+        "    if split and not layout.rowwise:\n",
         "    if split and not layout.folds:\n",
         "test_engine.py -k within_a_batch",
     ),
@@ -172,14 +175,14 @@ MUTATIONS = [
     Mutation("proof-first-half", "self._change(~second, double, out2)", "pass", "test_engine.py -k wrong_folding"),
     Mutation(
         "larger-inputs",
-        "        if why:\n            layout.folds",
-        "        if False:\n            layout.folds",
+        "        if why:\n            layout.run_one_by_one",
+        "        if False:\n            layout.run_one_by_one",
         "test_engine.py -k cut_only",
     ),
     Mutation(
         "more-rows",
-        "(rows <= self.most[0] and numbers <= self.most[1])",
-        "numbers <= self.most[1]",
+        "(rows <= self.largest[0] and numbers <= self.largest[1])",
+        "numbers <= self.largest[1]",
         "test_engine.py -k looked_at",
     ),
     Mutation(
@@ -192,7 +195,12 @@ MUTATIONS = [
         "forget-drawn", "            state.forget()\n", "            pass\n", "test_outsiders.py -k computed_from_drawn"
     ),
     Mutation("trial-parameters", "            data.copy_(old)\n", "", "test_outsiders.py -k trials_leave"),
-    Mutation("longest-of-all", "if copies else ()\n", "if False else ()\n", "test_outsiders.py -k cut_sequences"),
+    Mutation(
+        "longest-of-all",
+        'if any(getattr(p.layer, "bayes_copied", False) for',
+        "if any(False for",
+        "test_outsiders.py -k cut_sequences",
+    ),
     Mutation("steps-no-rows", "if looped and along:", "if False:", "test_outsiders.py -k run_one_by_one"),
     Mutation("late-of-seed", "self.current.stream is not None and", "False and", "test_outsiders.py -k drawn_late"),
     Mutation("proof-used", "    if probe.quiet.used:\n", "    if False:\n", "test_engine.py -k wrong_folding"),
@@ -211,12 +219,12 @@ MUTATIONS = [
     Mutation(
         "proof-apart",
         "layout.why = str(error)\n            if",
-        "layout.why, layout.apart = str(error), True\n            if",
+        "layout.why, layout.rowwise = str(error), True\n            if",
         "test_engine.py -k within_a_batch",
     ),
     Mutation(
         "proof-tree",
-        "if former is not None and former.number == found.number:",
+        "if former is not None and former.identities == found.identities:",
         "if former is not None:",
         'test_engine.py -k "again or layout or replaced"',
         'test_review_entries.py -k "replaced or added or removed"',
@@ -399,13 +407,13 @@ MUTATIONS = [
     Mutation("tree-stands", "len(found) == len(self.children) and all(", "True or all(", "test_plans.py"),
     Mutation(
         "numbered-draws",
-        "generator=generator.manual_seed((first + j * _ODD) % 2**63)",
-        "generator=generator.manual_seed((first + (j - start) * _ODD) % 2**63)",
+        "generator=generator.manual_seed((first + j * GOLDEN) % 2**63)",
+        "generator=generator.manual_seed((first + (j - start) * GOLDEN) % 2**63)",
         "test_seeds.py",
     ),
     Mutation(
         "numbered-masks",
-        "keys = [(first + j * _ODD) % 2**63 for j in numbers]",
+        "keys = [(first + j * GOLDEN) % 2**63 for j in numbers]",
         "keys = [first for j in numbers]",
         "test_seeds.py",
     ),

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
-from slimbayes.engine import passes, proof
+from slimbayes.engine import locate, passes, proof
 from slimbayes.engine.blocks import block_of_row
 from slimbayes.engine.layout import Layout
 from slimbayes.engine.quiet import Quiet
@@ -674,7 +674,7 @@ def proven(
 def test_a_wrong_folding_is_found_out_and_the_reason_names_a_place(name: str, mode: bool) -> None:
     _, _, layout = proven(*WRONG[name], mode=mode)
     assert not layout.folds
-    assert not layout.apart
+    assert not layout.rowwise
     assert any(
         layout.why.startswith(place) or f"of {place} " in layout.why
         for place in ("a", "b", "c", "output 0", "output 1")
@@ -709,7 +709,7 @@ def test_both_halves_of_a_doubled_batch_are_compared() -> None:
 def test_rows_that_feel_each_other_within_a_batch_fold_but_are_not_apart(run: Any, inputs: Any) -> None:
     model, args, layout = proven(two(run), inputs)
     assert layout.folds
-    assert not layout.apart
+    assert not layout.rowwise
     with torch.no_grad():
         close(sb.sample(model, *args), sb.sample(model, *args, fold=False))
         with pytest.raises(ValueError, match="told apart"):
@@ -744,7 +744,7 @@ def test_where_folding_is_wrong_draws_run_one_by_one_and_right(name: str) -> Non
 def test_a_right_folding_is_found(name: str, mode: bool) -> None:
     _, args, layout = proven(*RIGHT[name], mode=mode)
     assert layout.folds, layout.why
-    assert layout.apart, layout.why
+    assert layout.rowwise, layout.why
     assert layout.rows((args, {})) == (1 if name == "one-row" else 6)
 
 
@@ -753,7 +753,7 @@ def test_rows_that_act_on_each_other_within_pairs_do_not_fold() -> None:
     """Which row is whose partner depends on its number: with an odd number of rows a fold would pair draws."""
     model, args, layout = proven(two(pairs), x(6, 4))
     assert not layout.folds
-    assert not layout.apart
+    assert not layout.rowwise
     assert "row" in layout.why
     with torch.no_grad():
         close(sb.sample(model, *args), sb.sample(model, *args, fold=False))
@@ -781,7 +781,7 @@ def test_packed_sequences_fold(enforce: bool) -> None:
     model = converted(Reads())
     layout = proof.prove(model, ((packed,), {}), passes.posteriors_of(model), None)
     assert layout.folds, layout.why
-    assert layout.apart, layout.why
+    assert layout.rowwise, layout.why
     with torch.no_grad():
         close(sb.sample(model, packed), sb.sample(model, packed, fold=False))
 
@@ -1636,6 +1636,42 @@ def test_a_compiled_model_that_changes_its_mode_has_the_layout_of_that_mode() ->
         model.eval()(x)
         torch._dynamo.reset()  # both modes are known: neither has to be looked at while it is traced
         torch.compile(model.train(), backend="eager", fullgraph=True)(x)
+
+
+def test_the_latest_layout_is_that_of_the_last_call_although_the_user_was_warned_of_it_before() -> None:
+    """What a compiler traces takes the latest layout: of sequences, whose rows act on each other here, not of rows."""
+
+    class Centred(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean((0, 1)) if x.dim() == 3 else x
+
+    model = converted(nn.Sequential(nn.Linear(4, 6), Centred(), nn.Linear(6, 3)))
+    for shape in ((5, 4), (5, 2, 4)) * 2:
+        with quietly(), torch.no_grad():
+            model(torch.randn(shape))
+        latest = locate.latest_of(model)
+        assert latest is not None and latest.folds == (len(shape) == 2)
+
+
+@pytest.mark.parametrize("config", [MEMBERS, RANDOM, sb.MeanField(scale_init=0.3)])
+@torch.no_grad()
+def test_transposed_convolutions_of_a_given_output_size(config: Any) -> None:
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.ConvTranspose1d(3, 2, 3, stride=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x, output_size=[10])
+
+    model, x = sb.bayesianize(Grows(), config), torch.randn(6, 3, 4)
+    with sb.frozen(model, draws=2):
+        expected = torch.stack([plain(x) for plain in held(model, 2)])
+        close(sb.sample(model, x), expected)
+        close(sb.sample(model, x, fold=False), expected)
+        one = torch.stack([plain(x[0]) for plain in held(model, 2)])
+        close(sb.sample(model, x[0], fold=False), one)  # an input without a dimension for rows
+    assert expected.shape[-1] == 10
 
 
 def test_a_model_that_goes_another_way_for_other_numbers_is_found_out_later() -> None:

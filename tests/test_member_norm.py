@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import slimbayes as sb
 from slimbayes import models
-from slimbayes.engine import calls, noise, passes
+from slimbayes.engine import noise, passes
+from slimbayes.engine.locate import layout_of
 from slimbayes.engine.passes import Pass
 
 pytestmark = pytest.mark.usefixtures("last_draws")
@@ -381,7 +382,7 @@ def test_keeps_the_memory_format_and_half_precision(draws: int) -> None:
     for training in (True, False):
         posteriors = passes.posteriors_of(layer.train(training))
         current = noise.draw(posteriors, Pass(2 * draws, 8))
-        current.layout = calls.layout_of(layer, (x,), {}, posteriors)
+        current.layout = layout_of(layer, (x,), {}, posteriors)
         assert passes.run(current, layer, x).is_contiguous(memory_format=torch.channels_last)
         with torch.autocast("cpu", torch.bfloat16):
             half = passes.run(current, layer, x.bfloat16())

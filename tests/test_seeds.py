@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
 from slimbayes.engine import noise
-from slimbayes.engine.noise import kept_units, key
+from slimbayes.engine.noise import key
+from slimbayes.posteriors.mc_dropout import kept_units
 from slimbayes.prediction.predict import predict_prefixes
 
 N = 12

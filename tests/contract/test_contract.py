@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 import slimbayes as sb
 from slimbayes.engine import calls, noise, passes
+from slimbayes.engine.locate import layout_of
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer, Converted
 
@@ -156,9 +157,9 @@ def test_every_row_of_a_folded_batch_equals_a_plain_model_with_that_draws_weight
     model = convert(copy.deepcopy(plain), method, case)
     for posterior in posteriors_of(model):
         ANSWERS[method].vary(posterior)
-    layout, draws = calls.layout_of(model, (x,), {}, posteriors_of(model)), 2 * sb.members(model)
+    layout, draws = layout_of(model, (x,), {}, posteriors_of(model)), 2 * sb.members(model)
     assert layout.folds
-    new = passes.Pass(draws, draws * case.rows, rowwise=layout.apart)
+    new = passes.Pass(draws, draws * case.rows, rowwise=layout.rowwise)
     noise.draw(posteriors_of(model), new)
     sampled = main_output(calls.run_draws(model, posteriors_of(model), (x,), {}, new, layout, folds=True))
     rtol, atol = ANSWERS[method].tolerance

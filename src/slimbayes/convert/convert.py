@@ -16,11 +16,11 @@ from slimbayes.convert.plan import Decision, Selection, plan, refuse
 from slimbayes.convert.remarks import refuse_fixed_code, report_functional_dropout, report_members, report_signs
 from slimbayes.convert.trainable import Train, freeze, modules_to_save
 from slimbayes.engine.locate import unwrapped
-from slimbayes.engine.state import MARKED
+from slimbayes.engine.state import CACHED_NAMES
 from slimbayes.layers import class_for
 from slimbayes.layers.base import Converted, sites_of
-from slimbayes.layers.copied import copied_class
-from slimbayes.layers.methods import MARK, Opens, class_before, open_passes, turn_off_fast_paths
+from slimbayes.layers.copied import OF_MEMBER_0, copied_class
+from slimbayes.layers.methods import Opens, class_before, open_passes, turn_off_fast_paths
 from slimbayes.posteriors.base import Config, SiteConfig
 from slimbayes.posteriors.configs.whole_modules import Ensemble
 from slimbayes.train.likelihoods import NOISE_RULE
@@ -136,7 +136,7 @@ def debayesianize(model: Model) -> Model:
             _restore(layer, layer.posterior)
         elif isinstance(layer, Opens):
             layer.__class__ = class_before(type(layer))
-        for kept in ("_slimbayes_tree", MARK, MARKED):
+        for kept in ("_slimbayes_tree", OF_MEMBER_0, CACHED_NAMES):
             layer.__dict__.pop(kept, None)
         conversion: Conversion | None = layer.__dict__.pop("_slimbayes", None)
         if conversion is not None:

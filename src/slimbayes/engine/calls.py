@@ -1,12 +1,16 @@
 """Calls of a converted model: what opens a pass, how many draws share a forward, and what happens where they cannot.
 
+    model(x)                       call_module -> _open_pass -> run_pass
+    model(x) inside `frozen`       call_module -> _call_under_held_draws -> run_pass
+    model.encode(x)                scope_of, then every call inside as inside `frozen`
+    sample(model, x), predict      sampled -> run_draws -> run_pass, once or for each draw
+
 Sizes: S draws, B rows of the caller's batch, K members.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -17,18 +21,23 @@ import torch
 from torch import nn
 
 from slimbayes.engine import noise, passes
-from slimbayes.engine.layout import Layout, NotJoined, arrays_of, is_cache, padded
-from slimbayes.engine.locate import batch_dim_of as batch_dim_of
-from slimbayes.engine.locate import call_outside, check_size, latest_of, warn_of_loop, warn_of_unused
-from slimbayes.engine.locate import layout_of as layout_of
-from slimbayes.engine.modules import plan_once
-from slimbayes.engine.objects import check_caches, copy_containers, stack_draws
-from slimbayes.engine.passes import Pass, Unproven
+from slimbayes.engine.layout import Layout, Unproven, arrays_of, padded
+from slimbayes.engine.locate import (
+    call_outside,
+    check_size,
+    latest_of,
+    layout_of,
+    warn_of_loop,
+    warn_of_part,
+    warn_of_unused,
+)
+from slimbayes.engine.modules import first_key, plan_once
+from slimbayes.engine.objects import NotJoined, check_caches, copy_containers, is_cache, keep_caches_whole, stack_draws
+from slimbayes.engine.passes import Pass
 from slimbayes.engine.trial import forgetting_drawn_weights
 from slimbayes.errors import SlimbayesWarning
 
 Fold = Literal["auto"] | bool
-_PART = threading.local()  # the latest part of a model called by itself: its name, its model's number, and its rows
 
 
 class Scope(Pass):
@@ -59,16 +68,16 @@ class Scope(Pass):
         if self.whole and rows and self.rows and rows % self.rows == 0:
             rows = self.rows
         if not needs_rows(self.posteriors):
-            layout = replace(layout, apart=False)  # one draw for all, however many rows the parts are called with
+            layout = replace(layout, rowwise=False)  # one draw for all, however many rows the parts are called with
         if self.inner is None or self.inner.spent or (self.inner.rows != rows and self.inner.draws is None):
-            if self.inner is not None and not self.inner.spent and layout.apart:
+            if self.inner is not None and not self.inner.spent and layout.rowwise:
                 said = (
                     f"A method of {type(self.module).__name__} calls its parts with {self.inner.rows} and {rows} rows, "
                     f"which share out draws in other ways: hold one for all, with frozen(model, draws=1)."
                 )
                 warnings.warn(said, SlimbayesWarning, stacklevel=6)
             self.inner = _bare_pass(self.posteriors, rows, layout, self.first)
-        if self.whole and self.inner.draws is None and not layout.apart and rows > 1:
+        if self.whole and self.inner.draws is None and not layout.rowwise and rows > 1:
             raise ValueError(
                 f"Sequences cannot each have a draw: the rows of a part of {type(self.module).__name__} cannot be told "
                 f"apart ({layout.why}). Hold one draw for all of them: with frozen(model, draws=1)."
@@ -78,21 +87,21 @@ class Scope(Pass):
 
 def call_module(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a module that has converted layers in it: as part of the pass under way, or in one of its own."""
-    key = passes.first_key(module)
+    key = first_key(module)
     found = None if key is None else passes.of(key)
     if found is not None and found.opener is module and passes.recomputing(found):
         # A checkpoint around the whole call: it restores the random state, too.
-        return _open(module, function, args, kwargs)
+        return _open_pass(module, function, args, kwargs)
     if key is None or (found is not None and not found.held):
         return function(*args, **kwargs)
     if found is None or (isinstance(found, Scope) and found.module is module and not found.whole):
-        return _open(module, function, args, kwargs)
+        return _open_pass(module, function, args, kwargs)
     return _call_under_held_draws(found, module, function, args, kwargs)
 
 
 def scope_of(module: nn.Module, args: Any, kwargs: Any, whole: bool = False) -> Scope | None:
     """The scope that a call of a method opens; None where a pass is under way, or nothing is drawn."""
-    key = passes.first_key(module)
+    key = first_key(module)
     if key is None or torch.compiler.is_compiling() or passes.of(key) is not None:
         return None
     arrays = arrays_of((args, kwargs)) if whole else []
@@ -105,73 +114,57 @@ def needs_rows(posteriors: Sequence[Any]) -> bool:
     return plan_once(posteriors, "needs rows", lambda: any(p.members > 1 or p.by_row for p in posteriors))
 
 
-def _open(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    posteriors = passes.posteriors_of(module)
-    if torch.compiler.is_compiling() and needs_rows(posteriors) and latest_of(module) is None:
-        return call_outside(module, args, kwargs)  # the compiler sees the next call, which it can take whole
-    layout = layout_of(module, args, kwargs, posteriors) if needs_rows(posteriors) else None
+def _open_pass(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A bare call: in a pass of its own, whose rows share out the members."""
+    posteriors, layout, rows = passes.posteriors_of(module), None, 1
+    if needs_rows(posteriors):
+        if torch.compiler.is_compiling() and latest_of(module) is None:
+            return call_outside(module, args, kwargs)  # the compiler sees the next call, which it can take whole
+        layout = layout_of(module, args, kwargs, posteriors)
+        rows = layout.rows((args, kwargs))
     if kwargs:
         check_caches(kwargs)
-    rows = 1
     if layout is not None:
-        rows = layout.rows((args, kwargs))
         check_size(module, (args, kwargs), posteriors, layout)
-        _tell_of_part(module, posteriors, rows)
-    if layout is not None and not layout.apart and rows > 1:
-        warn_of_loop(layout, "each call uses one draw for all rows, where rows would share out the members")
+        if _most_members(posteriors) > 1:
+            warn_of_part(module, posteriors, rows)
+        if not layout.rowwise and rows > 1:
+            warn_of_loop(layout, "each call uses one draw for all rows, where rows would share out the members")
     new = _bare_pass(posteriors, rows, layout)
     new.opener = module
     try:
-        return finish(new, posteriors, function, args, kwargs)
+        return run_pass(new, posteriors, function, args, kwargs)
     except Unproven as error:
         assert layout is not None
         unfold(layout, error)
-        return _open(module, function, args, kwargs)
+        return _open_pass(module, function, args, kwargs)
 
 
 def _most_members(posteriors: Sequence[Any]) -> int:
     return plan_once(posteriors, "most members", lambda: max(p.members for p in posteriors))
 
 
-def _tell_of_part(module: nn.Module, posteriors: Sequence[Any], rows: int) -> None:
-    """Say once that parts of a model which are called one after another begin at members of their own."""
-    if torch.compiler.is_compiling() or _most_members(posteriors) == 1:
-        return
-    part = posteriors[0].name if "_slimbayes" not in module.__dict__ else ""
-    before, _PART.latest = getattr(_PART, "latest", None), (part, posteriors[0].conversion, rows)
-    if part and before and before[0] not in ("", part) and before[1:] == _PART.latest[1:] and not posteriors[0].alone:
-        posteriors[0].alone = True
-        warnings.warn(
-            f"{posteriors[0].name or type(module).__name__} is called by itself after another part: each such call "
-            f"shares its rows out among members anew, so that parts which belong together (net.head(net.body(x)), a "
-            f"Sequential of some children) run as different members. Call them inside `with frozen(model):`, in a "
-            f"method of the model, or by sample.",
-            SlimbayesWarning,
-            stacklevel=5,
-        )
-
-
 def _bare_pass(posteriors: Sequence[Any], rows: int, layout: Layout | None, first: Any = None) -> Pass:
     """Each row one draw, members starting at a random one; one draw for all rows where they cannot be told apart."""
     most = _most_members(posteriors)
-    apart = layout is not None and layout.apart and rows > 0
+    rowwise = layout is not None and layout.rowwise and rows > 0
     if first is None:
         first = noise.random_member(posteriors[0].device) if most > 1 else 0
-    new = Pass(None if apart else 1, rows, first, rowwise=apart)
-    new.layout = layout if apart else None
+    new = Pass(None if rowwise else 1, rows, first, rowwise)
+    new.layout = layout if rowwise else None
     return noise.draw(posteriors, new)
 
 
-def finish(new: Pass, posteriors: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run_pass(new: Pass, posteriors: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the draws of a pass, run, and let a backward pass find them again."""
     tree = getattr(posteriors, "tree", None)  # of all posteriors under a module, outside of a compiler
-    looks = tree is not None and posteriors.keeps.get((tree.modules[0].training, torch.is_grad_enabled()), True)
+    looks = tree is not None and tree.keeps_drawn.get((tree.modules[0].training, torch.is_grad_enabled()), True)
 
     def call_drawn() -> Any:
         noise.realise(posteriors, new)
         return function(*args, **kwargs)
 
-    with forgetting_drawn_weights(posteriors, (args, kwargs)) if looks else nullcontext():
+    with forgetting_drawn_weights(tree, (args, kwargs)) if looks else nullcontext():
         out = passes.run(new, call_drawn)
     warn_of_unused(posteriors, new, function, out)
     passes.remember(out, new)
@@ -190,12 +183,12 @@ def _call_under_held_draws(held: Pass, module: nn.Module, function: Callable[...
         layout = layout_of(module, args, kwargs, posteriors)
         rows = layout.rows((args, kwargs))
         check_size(module, (args, kwargs), posteriors, layout)
-        if not layout.apart and held.total > 1:
+        if not layout.rowwise and held.total > 1:
             what = f"of the {held.draws} draws that are held this call uses the first; sample(model, ...) runs all"
             warn_of_loop(layout, what)
-        new = held.view(rows, layout) if layout.apart else held.single(0, layout if layout.folds else None)
+        new = held.view(rows, layout) if layout.rowwise else held.single(0, layout if layout.folds else None)
     try:
-        return finish(new, posteriors, function, args, kwargs)
+        return run_pass(new, posteriors, function, args, kwargs)
     except Unproven as error:
         if isinstance(held, Scope):
             raise ValueError(f"{error}: hold one draw for all rows, with frozen(model, draws=1).") from error
@@ -220,8 +213,8 @@ def sampled(
     `seed` also rules what the model draws by itself.
     """
     by_row = plan_once(posteriors, "by row", lambda: any(p.by_row or p.late for p in posteriors))
-    alone = not split and not by_row and (total == 1 or fold is False)
-    layout = Layout(keeps=True) if alone else layout_of(model, args, kwargs, posteriors)
+    needs_layout = split or by_row or (total > 1 and fold is not False)
+    layout = layout_of(model, args, kwargs, posteriors) if needs_layout else Layout(stateful=True)
     rows = max(layout.rows((args, kwargs)), 0)
     copies = 1 if split or fold is False else total
     if rows and not layout.covers((args, kwargs), copies):
@@ -236,7 +229,7 @@ def sampled(
         )
     if fold == "auto" and total > 1 and not folds and rows > 0 and not cached:
         warn_of_loop(layout, "its draws run one after another")
-    if split and not layout.apart:
+    if split and not layout.rowwise:
         raise ValueError(
             f"rows='split' hands rows out to draws, but the rows of this model cannot be told apart: {layout.why}."
         )
@@ -249,13 +242,13 @@ def sampled(
     if held is not None:
         new = held.view(total * rows, layout)
     else:
-        new = Pass(total, total * rows, rowwise=layout.apart and rows > 0)
+        new = Pass(total, total * rows, rowwise=layout.rowwise and rows > 0)
         new.stream = None if seed is None else noise.Stream(seed)
         noise.draw(posteriors, new)
     if share and folds and total > 1 and not layout.random:  # what a random module gives differs between draws
-        new.shared = layout.ahead
+        new.shared = layout.shareable
     # What is drawn late in compiled code comes from torch's generators, too, unless draws are numbered.
-    own = None if held is not None and not (alone or layout.random) else seed
+    own = None if held is not None and needs_layout and not layout.random else seed
     try:
         with nullcontext() if own is None else noise.own_noise(own, posteriors[0].device):
             return run_draws(model, posteriors, args, kwargs, new, layout, folds, tile=not split)
@@ -268,7 +261,7 @@ def unfold(layout: Layout, error: Unproven, fold: Fold = "auto") -> None:
     """A layer met what the proof did not foresee: from now on calls of this kind run draw by draw."""
     if fold is True:
         raise ValueError(f"The draws of this model cannot share a forward: {error}. Use fold=False.") from error
-    layout.folds, layout.apart, layout.why = False, False, str(error)
+    layout.run_one_by_one(str(error))
 
 
 def run_draws(
@@ -279,12 +272,15 @@ def run_draws(
     if folds:
         new.layout = layout
         more, options = layout.tile((args, kwargs), total) if tile and total > 1 else own((args, kwargs))
-        return layout.split(finish(new, posteriors, model, more, options), total, max(new.rows // total, 1))
-    known, rows, parts = layout if layout.folds or layout.apart else None, new.rows // total, []
-    for j in new.lasting.each(model, total) if layout.keeps and total > 1 else range(total):
+        out = run_pass(new, posteriors, model, more, options)
+        if total > 1 and not isinstance(out, torch.Tensor):
+            out = keep_caches_whole(out, total)
+        return layout.split(out, total, max(new.rows // total, 1))
+    known, rows, parts = layout if layout.folds or layout.rowwise else None, new.rows // total, []
+    for j in new.lasting.each(model, total) if layout.stateful and total > 1 else range(total):
         mine = {name: value.of(j) if isinstance(value, NotJoined) else value for name, value in kwargs.items()}
         more, options = own((args, mine) if tile else layout.narrow((args, mine), j * rows, rows))
-        parts.append(finish(new.single(j, known), posteriors, model, more, options))
+        parts.append(run_pass(new.single(j, known), posteriors, model, more, options))
     return stack_draws(parts)
 
 

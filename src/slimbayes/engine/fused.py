@@ -112,9 +112,9 @@ def dense(x: Tensor, weight: Any, out_dim: int, s: Any, r: Any, bias: Tensor | N
         return None
     from slimbayes.kernels.dense import KernelLines, scaled_product
 
-    apart = isinstance(s, Seeded)
-    of_s, of_r = (f.kernel_lines() if apart else KernelLines(_side_by_side(f)) for f in (s, r))
-    seed = s.noise.seed if apart else None
+    from_seed = isinstance(s, Seeded)
+    of_s, of_r = (f.kernel_lines() if from_seed else KernelLines(_side_by_side(f)) for f in (s, r))
+    seed = s.noise.seed if from_seed else None
     return scaled_product(x, weight, out_dim, of_s, of_r, _side_by_side(bias), seed, dtype)
 
 

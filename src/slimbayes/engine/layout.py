@@ -1,5 +1,6 @@
-"""Where the rows of a kind of call lie: in its inputs, in its outputs, and at each converted layer. And how calls are
-folded by it, with inputs and outputs in tuples, mappings, dataclasses, packed sequences, in any nesting.
+"""Where the rows of a kind of call lie: in its inputs, in its outputs, and at each converted layer. How inputs are cut
+and repeated by it, and which layouts a proof tries in turn. Inputs and outputs are tuples, mappings, dataclasses and
+packed sequences, in any nesting.
 
 torch's pytree does the work. Dataclasses that it does not know are opened here, and a packed sequence counts as one
 leaf.
@@ -22,7 +23,9 @@ PACKED = "A packed output has no axis for draws: unpack it inside the model, wit
 
 
 class Unproven(Exception):
-    """A layer met an input whose rows nobody has located: the caller falls back to one draw at a time."""
+    """Rows do not lie where a layout says, or act on each other; the text says where. A proof then tries another guess,
+    and a call runs one draw at a time.
+    """
 
 
 @dataclass
@@ -31,42 +34,45 @@ class Layout:
 
     Attributes:
         folds: several draws of the whole batch may share one forward.
-        apart: every row may have a draw of its own.
+        rowwise: every row may have a draw of its own.
         why: what stands against it.
         inputs, outputs: the dimension of rows of each tensor, None for tensors without rows.
         lead: number and dimension of an input that tells how many rows there are.
         dims: by layer and number of dimensions of its input, where that holds rows; -1 for a single row that stands for
             all.
-        joined: of these, what has no entries of its own for each row, as of pairs of rows that became one.
+        merged: of these, what has no entries of its own for each row, as of pairs of rows that became one.
         arguments: the same for all arguments and outputs of modules that run as a whole.
-        ahead: modules (by identity) that run before any draw is used, with the dimensions of their inputs and outputs.
-        made: how many rows the proof had, and the shapes of its outputs.
+        shareable: modules (by identity) that run before any draw is used, and where rows lie in their inputs and
+            outputs.
+        output_sizes: how many rows the proof had, and the shapes of its outputs.
         random: the model draws random numbers of its own.
-        told: the user knows why it does not fold.
+        warned: the user knows why it does not fold.
+        provisional: it says nothing of other inputs of this kind: it is neither kept nor warned of.
         mixed: rows, or draws, were seen to act on each other.
-        most: rows and numbers of the largest inputs for which layers were seen to be called alike.
+        largest: rows and numbers of the largest inputs for which layers were seen to be called alike.
         calls: how many used it after the one it was proven for.
-        keeps: a call leaves something in the modules for the next.
+        stateful: a call leaves something in the modules for the next.
         objects: outputs are, or hold, objects of somebody's, of which each draw has its own.
     """
 
     folds: bool = False
-    apart: bool = False
+    rowwise: bool = False
     why: str = ""
     inputs: Dims = ()
     outputs: Dims = ()
     lead: tuple[int, int] | None = None
     dims: dict[tuple[str, int], int] = field(default_factory=dict)
-    joined: set[tuple[str, int]] = field(default_factory=set)
+    merged: set[tuple[str, int]] = field(default_factory=set)
     arguments: dict[tuple[str, tuple[int, ...]], tuple[Dims, Dims]] = field(default_factory=dict)
-    ahead: dict[int, tuple[Dims, Dims]] = field(default_factory=dict)
-    made: tuple[int, list[tuple[int, ...]]] = (1, [])
+    shareable: dict[int, tuple[Dims, Dims]] = field(default_factory=dict)
+    output_sizes: tuple[int, list[tuple[int, ...]]] = (1, [])
     random: bool = False
-    told: bool = False
+    warned: bool = False
+    provisional: bool = False
     mixed: bool = False
-    most: tuple[int, ...] = (0, 0)
+    largest: tuple[int, ...] = (0, 0)
     calls: int = 0
-    keeps: bool = False
+    stateful: bool = False
     objects: bool = False
 
     def rows(self, inputs: Any) -> int:
@@ -80,48 +86,41 @@ class Layout:
         """Inputs repeated once for each draw, whole block after whole block."""
         if draws == 1:
             return inputs
-        rows = self.rows(inputs)
-
-        def tile(i: int, leaf: Any) -> Any:
-            dim = self.inputs[i]
-            if dim is None:
-                return leaf
-            if isinstance(leaf, PackedSequence):
-                return index_rows(leaf, 1, torch.arange(rows).repeat(draws))
-            if leaf.shape[dim] == 1 != rows:
-                return leaf  # it stands for all rows already
-            return torch.cat([leaf] * draws, dim)  # which keeps the memory format; repeat does not
-
-        return map_arrays(tile, inputs)
+        return self._cut(inputs, [(0, None)] * draws)
 
     def narrow(self, inputs: Any, start: int, size: int) -> Any:
         """Some of the rows."""
+        return self._cut(inputs, [(start, size)])
+
+    def one_more(self, inputs: Any) -> Any:
+        """The first row twice, then the others."""
+        return self._cut(inputs, [(0, 1), (0, None)])
+
+    def _cut(self, inputs: Any, blocks: list[tuple[int, int | None]]) -> Any:
+        """Blocks of rows one after another, each by its first row and how many it has, None for all."""
         rows = self.rows(inputs)
+
+        def part(leaf: Tensor, dim: int, start: int, size: int) -> Tensor:
+            each = leaf.shape[dim] // rows  # entries of one row
+            return leaf.narrow(dim, start * each, size * each)
 
         def cut(i: int, leaf: Any) -> Any:
             dim = self.inputs[i]
             if dim is None:
                 return leaf
             if isinstance(leaf, PackedSequence):
-                return index_rows(leaf, 1, torch.arange(start, start + size))
-            each = leaf.shape[dim] // rows
-            return leaf if leaf.shape[dim] == 1 != rows else leaf.narrow(dim, start * each, size * each)
+                index = [torch.arange(start, rows if size is None else start + size) for start, size in blocks]
+                return index_rows(leaf, 1, torch.cat(index))
+            if leaf.shape[dim] == 1 != rows:
+                return leaf  # it stands for all rows already
+            parts = [leaf if size is None else part(leaf, dim, start, size) for start, size in blocks]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim)  # which keeps the memory format
 
         return map_arrays(cut, inputs)
 
-    def one_more(self, inputs: Any) -> Any:
-        """The first row twice, then the others."""
-        rows = self.rows(inputs)
-
-        def more(i: int, leaf: Any) -> Any:
-            dim = self.inputs[i]
-            if dim is None or (isinstance(leaf, Tensor) and leaf.shape[dim] == 1 != rows):
-                return leaf
-            if isinstance(leaf, PackedSequence):
-                return index_rows(leaf, 1, torch.arange(-1, rows).clamp_min(0))
-            return torch.cat([leaf.narrow(dim, 0, leaf.shape[dim] // rows), leaf], dim)
-
-        return map_arrays(more, inputs)
+    def run_one_by_one(self, why: str) -> None:
+        """From now on calls of this kind run draw by draw."""
+        self.folds, self.rowwise, self.why = False, False, why
 
     def size(self, inputs: Any, draws: int = 1) -> tuple[int, int]:
         """How many rows there are with every row repeated for so many draws, and how many numbers they hold."""
@@ -133,7 +132,7 @@ class Layout:
         if not self.folds or torch.compiler.is_compiling():
             return True  # nothing hangs on it, or nobody can look
         rows, numbers = self.size(inputs, draws)
-        return rows <= 1 or (rows <= self.most[0] and numbers <= self.most[1])
+        return rows <= 1 or (rows <= self.largest[0] and numbers <= self.largest[1])
 
     def split(self, outputs: Any, draws: int, rows: int) -> Any:
         """Undo `tile` on an output: S x B rows become (S, B, ...); what has no rows is the same for every draw.
@@ -142,13 +141,9 @@ class Layout:
         """
         if len(arrays_of(outputs)) != len(self.outputs):
             raise Unproven("the model returned other tensors than when its rows were located")
-        if draws > 1 and not isinstance(outputs, Tensor) and any(map(is_cache, leaves_of(outputs))):
-            outputs = tree_map(
-                lambda leaf: NotJoined([leaf], draws) if hasattr(leaf, "get_seq_length") else leaf, outputs
-            )
 
         def split(i: int, leaf: Any) -> Any:
-            dim, (before, shapes) = self.outputs[i], self.made
+            dim, (before, shapes) = self.outputs[i], self.output_sizes
             if isinstance(leaf, PackedSequence):
                 raise ValueError(PACKED)
             if dim is None:
@@ -163,6 +158,46 @@ class Layout:
             return parts.movedim(dim, 0) if dim else parts
 
         return map_arrays(split, outputs)
+
+
+def candidate_layouts(inputs: Any, batch_dim: int | None) -> Iterator[Layout]:
+    """Layouts that say which inputs hold rows, where, and what tells how many there are; the likeliest first."""
+    arrays = arrays_of(inputs)
+    shapes = [(-1, int(a.batch_sizes[0])) if isinstance(a, PackedSequence) else tuple(a.shape) for a in arrays]
+    # Inputs with more dimensions first: masks, lengths and weights have fewer than what they are for.
+    packed = [isinstance(a, PackedSequence) for a in arrays]
+    flags = [isinstance(a, Tensor) and a.dtype == torch.bool for a in arrays]
+    order = sorted(range(len(arrays)), key=lambda i: (not packed[i], flags[i], -len(shapes[i])))
+    seen: set[Dims] = set()
+    for dim in (0, 1) if batch_dim is None else (batch_dim,):
+        for i in order:
+            at = 1 if packed[i] else dim
+            if len(shapes[i]) > at and shapes[i][at] > 0:
+                for dims in _variants(shapes, i, at):
+                    if dims not in seen:
+                        seen.add(dims)
+                        yield Layout(inputs=dims, lead=(i, at))
+
+
+def _variants(shapes: Sequence[tuple[int, ...]], lead: int, at: int) -> Iterator[Dims]:
+    """Rows of all inputs, if input `lead` has them along `at`: where sizes fit, with one input less, multiples too."""
+    rows = shapes[lead][at]
+    fits = [[d for d, size in enumerate(shape) if size == rows and d < 2] for shape in shapes]
+    first = [at if at in f else f[0] if f else None for f in fits]
+    first[lead] = at
+    yield tuple(first)
+    yield tuple(at if at in f else None for f in fits)  # as many coordinates (points, 3) as rows
+    for i, found in enumerate(fits):  # a state (layers, rows, units) of as many layers as rows
+        for other in found if i != lead else ():
+            yield tuple(other if j == i else d for j, d in enumerate(first))
+    yield tuple(next((d for d in reversed(f)), None) if j != lead else at for j, f in enumerate(fits))
+    for i, dim in enumerate(first):
+        if dim is not None and i != lead:
+            yield tuple(None if j == i else d for j, d in enumerate(first))
+    yield tuple(
+        d if d is not None or not s or rows < 2 or s[0] % rows else 0 for d, s in zip(first, shapes, strict=True)
+    )
+    yield tuple(at if j == lead else None for j in range(len(shapes)))
 
 
 def _is_packed(leaf: Any) -> bool:
@@ -243,54 +278,3 @@ def index_rows(leaf: Any, dim: int, index: Tensor) -> Any:
     whole, lengths = pad_packed_sequence(leaf)
     chosen = whole.index_select(1, index.to(whole.device))
     return pack_padded_sequence(chosen, lengths[index.cpu()], enforce_sorted=False)
-
-
-class NotJoined:
-    """Stands for what draws, or members, return one by one and nobody can join, such as caches of keys and values; or
-    for one cache of the rows of several draws. The next call of the same draws gives each its own again.
-    """
-
-    def __init__(self, parts: Sequence[Any], draws: int = 1) -> None:
-        self.parts, self.draws = tuple(parts), len(parts) * draws
-
-    def of(self, draw: int) -> Any:
-        """What one draw returned."""
-        if len(self.parts) == self.draws:
-            return self.parts[draw]
-        rows, whole = next(_cached(self.parts[0])).shape[0] // self.draws, copy_of(self.parts[0])
-        whole.batch_select_indices(torch.arange(draw * rows, (draw + 1) * rows))
-        return whole
-
-    def __repr__(self) -> str:
-        return f"{self.draws} separate {type(self.parts[0]).__name__}s, of(j) is that of draw j"
-
-
-def is_cache(leaf: Any) -> bool:
-    """Whether an input or output holds keys and values of earlier steps."""
-    return hasattr(type(leaf), "get_seq_length") or isinstance(leaf, NotJoined)
-
-
-def copy_of(leaf: Any) -> Any:
-    if hasattr(
-        type(leaf), "get_seq_length"
-    ):  # a cache, to which a call adds its own; tensors of a graph do not copy deeply
-        return copy.deepcopy(leaf, {id(tensor): tensor.clone() for tensor in _cached(leaf)})
-    if isinstance(leaf, Tensor):
-        return leaf.clone()
-    held = any(isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values())
-    return copy.copy(leaf) if is_opaque(leaf) and (held or hasattr(leaf, "__copy__")) else leaf
-
-
-def is_opaque(leaf: Any) -> bool:
-    """Whether an input is an object of somebody's, such as a batch of graphs, which may hold tensors."""
-    return not isinstance(leaf, (str, bytes, int, float, complex, type(None), list, tuple, dict))
-
-
-def _cached(cache: Any) -> Iterator[Tensor]:
-    """The tensors in a cache, and in the layers and caches that it holds."""
-    for value in vars(cache).values():
-        for part in value if isinstance(value, list) else [value]:
-            if isinstance(part, Tensor):
-                yield part
-            elif hasattr(type(part), "get_seq_length"):
-                yield from _cached(part)

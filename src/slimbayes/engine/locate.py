@@ -1,5 +1,5 @@
 """The layout of a call: proven for each kind of input and mode of a model, kept with the model, and checked again on
-sizes it was not proven for, and now and then.
+sizes it was not proven for, and now and then. And warnings of what follows from it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from torch._compile import _disable_dynamo
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes, proof
-from slimbayes.engine.layout import Layout, arrays_of, leaves_of, tree_map
-from slimbayes.engine.modules import Posteriors, tree_of
+from slimbayes.engine.layout import Layout, Unproven, arrays_of, leaves_of, tree_map
+from slimbayes.engine.modules import Posteriors, modules_of, tree_of
 from slimbayes.engine.objects import calls_layers, without_cache
-from slimbayes.engine.probe import Mixed, Visit
+from slimbayes.engine.probe import Visit
 from slimbayes.engine.quiet import inside_func, is_captured
 from slimbayes.engine.trial import first_line, run_probe, undisturbed
+from slimbayes.errors import SlimbayesWarning
 
 _PROVING = threading.RLock()
 _PLAIN = {Tensor, bool, int, float, str, type(None)}  # arguments that hold no others
+_PART = threading.local()  # the latest part of a model called by itself: its name, its model's number, and its rows
 _MODES = 8  # of a model for which rows are located, for each kind of input
 _WRAPPED = {"_orig_mod", "_forward_module"}  # where torch.compile and Fabric keep what they run
 
 
-def kind_of(model: nn.Module, args: Any, kwargs: Any, modes: Any) -> tuple[Any, Any]:
+def call_kind(model: nn.Module, args: Any, kwargs: Any, modes: Any) -> tuple[Any, Any]:
     """What makes two calls alike: the nesting, types and numbers of dimensions, flags; and modes and numbers."""
     leaves: list[Any] = [*args, *kwargs.values()]
     if all([type(leaf) in _PLAIN for leaf in leaves]):
@@ -115,23 +117,23 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any]) 
     given, model = model, unwrapped(model)
     read = posteriors.tree if model is given and isinstance(posteriors, Posteriors) else None  # just now
     tree = read or tree_of(model)
-    kind, modes = kind_of(model, args, kwargs, tree.modes())
+    kind, modes = call_kind(model, args, kwargs, tree.modes())
     known: dict[Any, Layout] = tree.layouts.setdefault(kind, {})
     with _PROVING:  # threads that meet a model together wait for the first
         layout = known.get(modes)
         if layout is None and len(known) >= _MODES:
             # Of many modes the most careful serves a further one: a model that counts its calls, or is told which step
             # it is at, would be proven anew each time.
-            layout = min(known.values(), key=lambda layout: (layout.folds, layout.apart))
+            layout = min(known.values(), key=lambda layout: (layout.folds, layout.rowwise))
         if layout is None:
             layout = proof.prove(model, (args, kwargs), posteriors, batch_dim_of(model))
         else:
             changed = layout.folds and _look_again(model, (args, kwargs), posteriors, layout)
             if not changed and layout is tree.latest[model.training]:
                 return layout
-        if not layout.told and (layout.lead is None or layout.rows((args, kwargs)) > 0):
+        if not layout.provisional and (layout.lead is None or layout.rows((args, kwargs)) > 0):
             tree.latest[model.training] = layout
-            layout.told = any(other.told and other.why == layout.why for other in known.values())
+            layout.warned = any(other.warned and other.why == layout.why for other in known.values())
             if len(known) < _MODES:
                 known[modes] = layout
         return layout
@@ -150,9 +152,9 @@ def _look_again(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout
     half = layout.narrow(inputs, 0, -(-layout.rows(inputs) // 2))
     whole = again and proof.prove(model, half, posteriors, batch_dim_of(model))
     found = whole or _compare_with_loop(model, half, posteriors, layout)
-    if not (found.folds or found.mixed) or (found.folds, found.apart) >= (layout.folds, layout.apart):
+    if not (found.folds or found.mixed) or (found.folds, found.rowwise) >= (layout.folds, layout.rowwise):
         return False
-    layout.folds, layout.apart, layout.why = found.folds, found.apart, found.why
+    layout.folds, layout.rowwise, layout.why = found.folds, found.rowwise, found.why
     warnings.warn(
         f"slimbayes looked again at how this model treats rows, after {layout.calls} calls, and found what the first "
         f"ones did not show: {found.why}. From now on it is respected; results since the model began to do so may mix "
@@ -168,7 +170,7 @@ def _compare_with_loop(model: nn.Module, inputs: Any, posteriors: Sequence[Any],
     try:
         with undisturbed(model, inputs, posteriors) as trials:
             proof.Proof(trials, inputs, layout).verify()
-    except (Mixed, passes.Unproven) as error:
+    except Unproven as error:
         return Layout(why=str(error), mixed=True)
     except Exception:  # inputs that the model cannot take: the call itself will say so
         pass
@@ -185,7 +187,7 @@ def check_size(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout:
         return
     with _PROVING:
         inputs, model = tree_map(without_cache, inputs), unwrapped(model)
-        layout.most = tuple(map(max, layout.most, layout.size(inputs, draws)))
+        layout.largest = tuple(map(max, layout.largest, layout.size(inputs, draws)))
         count, many = layout.rows(inputs), layout.tile(inputs, draws)
         # Never a single row, which batch norm refuses.
         few = layout.narrow(inputs, 0, count // 2) if draws == 1 else layout.tile(inputs, 1 if count > 1 else 2)
@@ -198,7 +200,7 @@ def check_size(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout:
         except Exception as error:
             why = f"{type(error).__name__} for {rows[1]} rows: {first_line(error)}"
         if why:
-            layout.folds, layout.apart, layout.why = False, False, why
+            layout.run_one_by_one(why)
 
 
 def _cannot_look(inputs: Any) -> bool:
@@ -220,9 +222,9 @@ def _met_all_rows(few: Visit | None, many: Visit | None, rows_few: int, rows_man
 
 def warn_of_loop(layout: Layout, what: str) -> None:
     """Say once what a layout that cannot be folded means."""
-    if layout.told or torch.compiler.is_compiling():
+    if layout.warned or layout.provisional or torch.compiler.is_compiling():
         return
-    layout.told = True
+    layout.warned = True
     warnings.warn(
         f"slimbayes runs this model draw by draw, which is right but slower: {layout.why}. So {what}. Exclude that "
         f"layer, declare batch_dim= in bayesianize, or pass fold=False to run draw by draw without this warning.",
@@ -230,11 +232,29 @@ def warn_of_loop(layout: Layout, what: str) -> None:
     )
 
 
+def warn_of_part(module: nn.Module, posteriors: Sequence[Any], rows: int) -> None:
+    """Say once that parts of a model which are called one after another begin at members of their own."""
+    if torch.compiler.is_compiling():
+        return
+    part = posteriors[0].name if "_slimbayes" not in module.__dict__ else ""
+    before, _PART.latest = getattr(_PART, "latest", None), (part, posteriors[0].conversion, rows)
+    if part and before and before[0] not in ("", part) and before[1:] == _PART.latest[1:] and not posteriors[0].alone:
+        posteriors[0].alone = True
+        warnings.warn(
+            f"{posteriors[0].name or type(module).__name__} is called by itself after another part: each such call "
+            f"shares its rows out among members anew, so that parts which belong together (net.head(net.body(x)), a "
+            f"Sequential of some children) run as different members. Call them inside `with frozen(model):`, in a "
+            f"method of the model, or by sample.",
+            SlimbayesWarning,
+            stacklevel=5,
+        )
+
+
 def warn_of_unused(posteriors: Sequence[Any], done: passes.Pass, function: Any = None, out: Any = None) -> None:
     """After the first pass, say which layers never ran: their posteriors have no part in any prediction."""
     if torch.compiler.is_compiling() or posteriors[0].noticed:
         return
-    if isinstance(function, nn.Module) and any("_orig_mod" in m._modules for m in passes.modules_of(function)):
+    if isinstance(function, nn.Module) and any("_orig_mod" in m._modules for m in modules_of(function)):
         return  # compiled code leaves no trace in `met`
     posteriors[0].noticed = True
     silent = [p for p in posteriors if p.layer is not None and p.layer.trace_of(p) not in done.met]

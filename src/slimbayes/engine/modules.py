@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 from itertools import chain, count
 from operator import is_, itemgetter, methodcaller
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,7 @@ class Posteriors(list[Any]):
     def __init__(self, found: Sequence[Any] = ()) -> None:
         super().__init__(found)
         self.plans: dict[Hashable, Any] = {}
-        self.anchors: list[tuple[dict[str, Any], str]] | None = None  # where each posterior keeps its anchor
         self.tree: Tree | None = None  # that they are all the posteriors of
-        self.keeps: dict[Any, bool] = {}  # by mode, whether modules keep something computed from drawn weights
 
 
 def plan_once(posteriors: Sequence[Any], key: Hashable, make: Callable[[], T]) -> T:
@@ -72,27 +70,31 @@ class Tree:
     """The modules under a root as they were read, and where rows lie in calls of it, as proven. Copies know nothing."""
 
     def __init__(self, root: nn.Module | None = None) -> None:
-        self.changes = _CHANGES[0]
         self.modules = [] if root is None else _list_modules(root)
         self.posteriors = Posteriors([m for m in self.modules if isinstance(m, Keyed)])
-        self.posteriors.tree, self.number = self, hash(tuple(map(id, self.modules)))
-        self.held = [m.__dict__ for m in self.modules]
+        self.posteriors.tree = self
+        # By which `stands` and `tree_of` know it again.
+        self.changes, self.identities = _CHANGES[0], hash(tuple(map(id, self.modules)))
+        self.dicts = [m.__dict__ for m in self.modules]
         self.children = self._children()
-        self.run = [m for m in self.modules if not isinstance(m, (Keyed, nn.ModuleDict))]
-        self.own = [m.__dict__ for m in self.run]
+        # Modules that may have flags and numbers of their own, for `modes`.
+        self.running = [m for m in self.modules if not isinstance(m, (Keyed, nn.ModuleDict))]
+        self.running_dicts = [m.__dict__ for m in self.running]
         self.layouts: dict[Any, dict[Any, Any]] = {}  # by kind of call, and modes
         self.latest: list[Any] = [None, None]  # of the last call in eval mode, and of the last in training
+        # Whether modules keep something computed from drawn weights: by whether they train, and gradients are on.
+        self.keeps_drawn: dict[tuple[bool, bool], bool] = {}
         self._read_flags()
 
     def __reduce__(self) -> Any:
         return Tree, ()
 
     def _children(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(_VALUES, filter(None, map(_PARTS, self.held)))))  # most have none
+        return list(chain.from_iterable(map(_VALUES, filter(None, map(_PARTS, self.dicts)))))  # most have none
 
     def _read_flags(self) -> None:
-        self.attributes = sum(map(len, self.own))
-        kept = zip(map(_flags_of, self.run), self.own, strict=True)
+        self.attributes = sum(map(len, self.running_dicts))
+        kept = zip(map(_flags_of, self.running), self.running_dicts, strict=True)
         # Of at least two names each, so that it gives a tuple.
         self.flags = [(itemgetter(names[0], *names), own) for names, own in kept if names]
 
@@ -100,7 +102,7 @@ class Tree:
         """What may lead the same modules another way: whether they train, and flags and numbers that they keep. Not
         hooks: most only look, and a proof would show them inputs that nobody gave.
         """
-        if sum(map(len, self.own)) != self.attributes:  # a flag that was not there before, or is no more
+        if sum(map(len, self.running_dicts)) != self.attributes:  # a flag that was not there before, or is no more
             self._read_flags()
         try:
             flags = tuple(chain.from_iterable([read(own) for read, own in self.flags]))
@@ -109,7 +111,7 @@ class Tree:
             flags = tuple(chain.from_iterable([read(own) for read, own in self.flags]))
         if not _PLAIN.issuperset(map(type, flags)):  # what became an array is not to be kept
             flags = tuple([flag if isinstance(flag, _FLAGS) else type(flag) for flag in flags])
-        return tuple([own.get("training") for own in self.own]), flags
+        return tuple([own.get("training") for own in self.running_dicts]), flags
 
     def stands(self, root: nn.Module) -> bool:
         """Whether the root is the same and has the same modules under it."""
@@ -157,7 +159,7 @@ def tree_of(root: nn.Module) -> Tree:
     with _READING:  # threads that meet a model together share what they find out
         former = root.__dict__.get("_slimbayes_tree")
         found = former if former is not None and former.stands(root) else Tree(root)
-        if former is not None and former.number == found.number:  # posteriors changed, not modules
+        if former is not None and former.identities == found.identities:  # posteriors changed, not modules
             found.layouts, found.latest = former.layouts, former.latest
         if found.posteriors:
             root.__dict__["_slimbayes_tree"] = found
@@ -193,12 +195,11 @@ def anchors_of(posteriors: Sequence[Any]) -> list[Tensor]:
     """The tensor that stands for each posterior: its first parameter, or else its first buffer."""
     if type(posteriors) is not Posteriors:
         return [p.anchor for p in posteriors]
-    if posteriors.anchors is None:
-        posteriors.anchors = [_place(p) for p in posteriors]
+    places = plan_once(posteriors, "anchors", lambda: [_place(p) for p in posteriors])
     try:
-        return [place[name] for place, name in posteriors.anchors]
+        return [place[name] for place, name in places]
     except KeyError:  # somebody took a parameter away
-        posteriors.anchors = None
+        del posteriors.plans["anchors"]
         return [p.anchor for p in posteriors]
 
 
@@ -215,6 +216,7 @@ def places_of(posteriors: Sequence[Any]) -> Places:
 
 
 def _place(posterior: Any) -> tuple[dict[str, Any], str]:
+    """Where a posterior keeps its anchor, and under which name."""
     anchor = posterior.anchor
     for module in posterior.modules():
         for place in (module._parameters, module._buffers):
@@ -222,40 +224,6 @@ def _place(posterior: Any) -> tuple[dict[str, Any], str]:
                 if tensor is anchor:
                     return place, name
     raise AssertionError("an anchor that is no parameter and no buffer")
-
-
-class NoiseGroup(NamedTuple):
-    """Posteriors on one device with one type of noise: how many numbers each takes for a block and for a row."""
-
-    device: torch.device
-    dtype: torch.dtype
-    posteriors: list[Any]
-    places: list[int]  # among all posteriors of the pass
-    keys: tuple[str, ...]
-    counts: list[int]  # of blocks
-    block: list[int]
-    row: list[int]
-    apart: list[bool]  # whether single rows have noise of their own
-
-
-def groups_of(posteriors: Sequence[Any], new: Any) -> list[NoiseGroup]:
-    """How the noise of a pass is cut: the same for all passes of its kind."""
-    places = places_of(posteriors)
-    return plan_once(posteriors, (new.draws, new.rowwise, places), lambda: _make_groups(posteriors, new, places))
-
-
-def _make_groups(posteriors: Sequence[Any], new: Any, places: Places) -> list[NoiseGroup]:
-    groups = []
-    kinds = [(device, noise_type(dtype)) for device, dtype, _ in places]
-    for device, dtype in dict.fromkeys(kinds):
-        which = [i for i, kind in enumerate(kinds) if kind == (device, dtype)]
-        same = [posteriors[i] for i in which]
-        apart = [new.rowwise and not p.blockwise for p in same]
-        widths = [p.widths(rowwise) for p, rowwise in zip(same, apart, strict=True)]
-        keys, counts = tuple([p.key for p in same]), [new.blocks(p) for p in same]
-        block, row = [w for w, _ in widths], [w for _, w in widths]
-        groups.append(NoiseGroup(device, dtype, same, which, keys, counts, block, row, apart))
-    return groups
 
 
 def noise_type(own: torch.dtype) -> torch.dtype:

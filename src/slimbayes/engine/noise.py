@@ -18,15 +18,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slimbayes.engine import passes
-from slimbayes.engine.blocks import is_exporting, sizes_equal
-from slimbayes.engine.modules import NoiseGroup, groups_of, kinds_of
+from slimbayes.engine.blocks import is_exporting
+from slimbayes.engine.modules import kinds_of, noise_type, places_of, plan_once
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.quiet import inside_func
 from slimbayes.kernels import INTERPRETED, LARGE, ready
@@ -34,7 +34,7 @@ from slimbayes.kernels import INTERPRETED, LARGE, ready
 Seed = int | torch.Generator | None
 
 _CALLS = count()
-_ODD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: multiples of an odd number differ in their low bits, too
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: multiples of an odd number differ in their low bits, too
 _OWN = threading.RLock()
 
 
@@ -115,6 +115,40 @@ def own_noise(seed: int | None, device: torch.device) -> Iterator[None]:
         yield
 
 
+class NoiseGroup(NamedTuple):
+    """Posteriors on one device with one type of noise: how many numbers each takes for a block and for a row."""
+
+    device: torch.device
+    dtype: torch.dtype
+    posteriors: list[Any]
+    places: list[int]  # among all posteriors of the pass
+    keys: tuple[str, ...]
+    counts: list[int]  # of blocks
+    block: list[int]
+    row: list[int]
+    rowwise: list[bool]  # whether single rows have noise of their own
+
+
+def groups_of(posteriors: Sequence[Any], new: Pass) -> list[NoiseGroup]:
+    """How the noise of a pass is cut: the same for all passes of its kind."""
+    places = places_of(posteriors)
+
+    def make() -> list[NoiseGroup]:
+        groups = []
+        kinds = [(device, noise_type(dtype)) for device, dtype, _ in places]
+        for kind in dict.fromkeys(kinds):
+            which = [i for i, other in enumerate(kinds) if other == kind]
+            same = [posteriors[i] for i in which]
+            rowwise = [new.rowwise and not p.blockwise for p in same]
+            widths = [p.widths(own) for p, own in zip(same, rowwise, strict=True)]
+            keys, counts = tuple([p.key for p in same]), [new.blocks(p) for p in same]
+            block, row = [w for w, _ in widths], [w for _, w in widths]
+            groups.append(NoiseGroup(*kind, same, which, keys, counts, block, row, rowwise))
+        return groups
+
+    return plan_once(posteriors, (new.draws, new.rowwise, places), make)
+
+
 def draw_numbered(posteriors: Sequence[Any], new: Pass, seed: int, start: int = 0) -> Pass:
     """Draw the noise of a pass whose rows share draws: draw j follows from (seed, start + j) alone."""
     assert new.draws is not None and not new.rowwise
@@ -123,46 +157,14 @@ def draw_numbered(posteriors: Sequence[Any], new: Pass, seed: int, start: int = 
         flat = torch.empty(new.draws, sum(group.block), device=group.device, dtype=group.dtype)
         generator, first = torch.Generator(group.device), key(seed, "noise", which)
         for line, j in zip(flat if sum(group.block) else [], numbers, strict=False):
-            line.normal_(generator=generator.manual_seed((first + j * _ODD) % 2**63))
+            line.normal_(generator=generator.manual_seed((first + j * GOLDEN) % 2**63))
         _hand_out(group, new, flat, flat.new_empty(0, 0))
     for place, posterior in enumerate(posteriors):
         if posterior.late:
             first = key(seed, "late", place)
-            keys = [(first + j * _ODD) % 2**63 for j in numbers]
+            keys = [(first + j * GOLDEN) % 2**63 for j in numbers]
             new.keys[posterior.key] = torch.tensor(keys, device=posterior.device)
     return new
-
-
-def kept_units(keys: Tensor, place: int, shape: Sequence[int], rate: float) -> Tensor:
-    """Which units stay when each is dropped with probability `rate`, as a function of a draw's key and of the unit.
-
-    Units keep their fate when there are more of them: of a longer sequence, say.
-
-    Shape: keys (S,) int64; returns (S, *shape), boolean.
-
-    Example:
-        >>> few, more = (kept_units(torch.tensor([7]), 0, [n, 3], 0.5) for n in (2, 5))
-        >>> torch.equal(few, more[:, :2])
-        True
-    """
-    number = _mixed(keys + _signed(place * _ODD))
-    for size in shape:
-        number = number.unsqueeze(-1)
-        if not sizes_equal(size, 1):
-            number = _mixed(number + torch.arange(size, device=keys.device) * _signed(_ODD))
-    return ((number >> 11) & (2**53 - 1)) >= int(rate * 2**53)
-
-
-def _signed(number: int) -> int:
-    """A whole number modulo 2^64, as int64 has it."""
-    return (number + 2**63) % 2**64 - 2**63
-
-
-def _mixed(number: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele et al. 2014): int64 in, int64 out, products modulo 2^64."""
-    number = (number ^ ((number >> 30) & (2**34 - 1))) * _signed(0xBF58476D1CE4E5B9)
-    number = (number ^ ((number >> 27) & (2**37 - 1))) * _signed(0x94D049BB133111EB)
-    return number ^ ((number >> 31) & (2**33 - 1))
 
 
 def _hand_out(group: NoiseGroup, new: Pass, block: Tensor, row: Tensor) -> None:
@@ -180,38 +182,43 @@ def _hand_out(group: NoiseGroup, new: Pass, block: Tensor, row: Tensor) -> None:
 def draw(posteriors: Sequence[Any], new: Pass) -> Pass:
     """Draw the noise of a pass for all posteriors at once."""
     for group in groups_of(posteriors, new):
-        late = [False] * len(group.keys)
-        if any(group.apart) and (group.device.type == "cuda" or INTERPRETED) and ready(group.posteriors[0].anchor):
-            late = [apart and p.seeded(new.rows) for p, apart in zip(group.posteriors, group.apart, strict=True)]
+        from_seed = [False] * len(group.keys)
+        if any(group.rowwise) and (group.device.type == "cuda" or INTERPRETED) and ready(group.posteriors[0].anchor):
+            from_seed = [own and p.seeded(new.rows) for p, own in zip(group.posteriors, group.rowwise, strict=True)]
         alike = len(set(group.counts)) == 1
-        if alike and not any(late):
+        if alike and not any(from_seed):
             block, row = (group.counts[0], sum(group.block)), (new.rows if any(group.row) else 0, sum(group.row))
             numbers = [_normal(shape, group.device, group.dtype, new) for shape in (block, row)]
             _hand_out(group, new, *numbers)
         else:
-            _draw_apart(group, late, new)
+            _draw_separately(group, from_seed, new)
     return new
 
 
 def _normal(shape: tuple[int, int], device: torch.device, dtype: torch.dtype, new: Pass) -> Tensor:
+    """Standard normals; past a compiler where its own, which call Philox for each number, take longer: four times on a
+    GPU, and seven on a CPU (140,000 numbers). A generator in plain torch, Threefry or a hash, would halve randn's time
+    on a CPU, but in a whole loss the compiler then works for minutes: it writes out again what rounds have in common.
+    """
     if not shape[1]:
         return torch.empty(shape, device=device, dtype=dtype)
-    past = torch.compiler.is_compiling() and (device.type == "cpu" or math.prod(shape) >= LARGE)
+    compiled = torch.compiler.is_compiling() and not is_exporting()
+    past = compiled and (device.type == "cpu" or math.prod(shape) >= LARGE)
     return _random(_eager_normal if past else torch.randn, shape, device, dtype, new)
 
 
-def _draw_apart(group: NoiseGroup, late: list[bool], new: Pass) -> None:
+def _draw_separately(group: NoiseGroup, from_seed: list[bool], new: Pass) -> None:
     """Noise where posteriors have different numbers of blocks, or some of them a seed instead of numbers for rows."""
-    block = [0 if seeded else width for width, seeded in zip(group.block, late, strict=True)]
-    row = [0 if seeded else width for width, seeded in zip(group.row, late, strict=True)]
+    block = [0 if own else width for width, own in zip(group.block, from_seed, strict=True)]
+    row = [0 if own else width for width, own in zip(group.row, from_seed, strict=True)]
     sizes = [count * width for count, width in zip(group.counts, block, strict=True)]
     flat = _random(torch.randn, (sum(sizes),), group.device, group.dtype, new).split(sizes)
-    rows = new.rows if any(row) or any(late) else 0
+    rows = new.rows if any(row) or any(from_seed) else 0
     lines = _random(torch.randn, (rows, sum(row)), group.device, group.dtype, new).split(row, dim=1)
-    seed = kernel_seed(group.device, new) if any(late) else None
+    seed = kernel_seed(group.device, new) if any(from_seed) else None
     for i, at in enumerate(group.keys):
         numbers = flat[i].view(group.counts[i], block[i])
-        new.noise[at] = Noise(numbers, lines[i], seed if late[i] else None, 2 * group.places[i])
+        new.noise[at] = Noise(numbers, lines[i], seed if from_seed[i] else None, 2 * group.places[i])
 
 
 def realise(posteriors: Sequence[Any], new: Pass) -> Pass:
@@ -248,23 +255,13 @@ def uniform(shape: Sequence[int], device: torch.device) -> Tensor:
 
 
 @torch.library.custom_op("slimbayes::normal", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def _compiled_normal(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+def _eager_normal(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, device=device, dtype=dtype)
 
 
-@_compiled_normal.register_fake
+@_eager_normal.register_fake
 def _(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, device=device, dtype=dtype)
-
-
-def _eager_normal(shape: Sequence[int], device: torch.device, dtype: torch.dtype, **generator: Any) -> Tensor:
-    """torch.randn, past a compiler, whose own calls Philox for each number: that takes four times as long on a GPU, and
-    seven on a CPU (140,000 numbers). A generator in plain torch, Threefry or a hash, would halve randn's time on a CPU,
-    but in a whole loss the compiler then works for minutes: it writes out again what rounds have in common.
-    """
-    if torch.compiler.is_compiling() and not is_exporting():
-        return _compiled_normal(shape, device, dtype)
-    return torch.randn(shape, device=device, dtype=dtype, **generator)
 
 
 def _random(

@@ -1,4 +1,6 @@
-"""What draws are given and return that is no tensor: objects of somebody's, which may hold tensors, caches, numbers."""
+"""What draws are given and return that is no tensor: objects of somebody's, which may hold tensors, caches of keys and
+values, which belong to the draws that filled them, and numbers.
+"""
 
 import copy
 import warnings
@@ -12,13 +14,98 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Transform
 from torch.nn.utils.rnn import PackedSequence
 
-from slimbayes.engine.layout import PACKED, NotJoined, copy_of, is_cache, is_plain_call, leaves_of, map_arrays, tree_map
+from slimbayes.engine.layout import PACKED, is_plain_call, leaves_of, map_arrays, tree_map
 from slimbayes.errors import SlimbayesWarning
 
 Objects = tuple[Sequence[Any], ...]  # those that something lies in, of all draws, the outermost first
 UNORDERED = Iterator, Set  # in which nobody finds the tensors of another run again
 _CODE = FunctionType, MethodType, partial
 _DEEPEST = 6  # objects within objects
+
+
+def copy_containers(tree: Any) -> Any:
+    """The same inputs in containers and tensors of their own: a model may write into what it is given, and other draws
+    are to find it as it was.
+    """
+    return map_arrays(lambda i, array: array.clone(), tree) if is_plain_call(tree) else tree_map(copy_of, tree)
+
+
+class NotJoined:
+    """Stands for what draws, or members, return one by one and nobody can join, such as caches of keys and values; or
+    for one cache of the rows of several draws. The next call of the same draws gives each its own again.
+    """
+
+    def __init__(self, parts: Sequence[Any], draws: int = 1) -> None:
+        self.parts, self.draws = tuple(parts), len(parts) * draws
+
+    def of(self, draw: int) -> Any:
+        """What one draw returned."""
+        if len(self.parts) == self.draws:
+            return self.parts[draw]
+        rows, whole = next(_cached(self.parts[0])).shape[0] // self.draws, copy_of(self.parts[0])
+        whole.batch_select_indices(torch.arange(draw * rows, (draw + 1) * rows))
+        return whole
+
+    def __repr__(self) -> str:
+        return f"{self.draws} separate {type(self.parts[0]).__name__}s, of(j) is that of draw j"
+
+
+def is_cache(leaf: Any) -> bool:
+    """Whether an input or output holds keys and values of earlier steps."""
+    return hasattr(type(leaf), "get_seq_length") or isinstance(leaf, NotJoined)
+
+
+def copy_of(leaf: Any) -> Any:
+    if hasattr(
+        type(leaf), "get_seq_length"
+    ):  # a cache, to which a call adds its own; tensors of a graph do not copy deeply
+        return copy.deepcopy(leaf, {id(tensor): tensor.clone() for tensor in _cached(leaf)})
+    if isinstance(leaf, Tensor):
+        return leaf.clone()
+    held = any(isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values())
+    return copy.copy(leaf) if is_opaque(leaf) and (held or hasattr(leaf, "__copy__")) else leaf
+
+
+def is_opaque(leaf: Any) -> bool:
+    """Whether an input is an object of somebody's, such as a batch of graphs, which may hold tensors."""
+    return not isinstance(leaf, (str, bytes, int, float, complex, type(None), list, tuple, dict))
+
+
+def _cached(cache: Any) -> Iterator[Tensor]:
+    """The tensors in a cache, and in the layers and caches that it holds."""
+    for value in vars(cache).values():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, Tensor):
+                yield part
+            elif hasattr(type(part), "get_seq_length"):
+                yield from _cached(part)
+
+
+def keep_caches_whole(outputs: Any, draws: int) -> Any:
+    """Outputs of draws that shared a forward, with caches that know they are of so many draws."""
+    return tree_map(lambda leaf: NotJoined([leaf], draws) if hasattr(leaf, "get_seq_length") else leaf, outputs)
+
+
+def without_cache(leaf: Any) -> Any:
+    """Caches of earlier steps and lazy arguments cannot be repeated: trials run without them."""
+    return None if is_cache(leaf) else leaf
+
+
+def check_caches(kwargs: Mapping[str, Any], total: int | None = None) -> None:
+    """Refuse caches of other draws than the `total` ones that are held, or warn where they may be others'."""
+    for name, value in kwargs.items() if not torch.compiler.is_compiling() else ():
+        if isinstance(value, NotJoined) and value.draws != total:
+            raise ValueError(
+                f"{name} belongs to the {value.draws} draws that filled it: call sample for all steps inside one `with "
+                f"frozen(model):`, with fold=False where members are copies."
+            )
+        if total is None and hasattr(type(value), "get_seq_length") and value.get_seq_length() > 0:
+            warnings.warn(
+                f"{name} was filled by an earlier call, which had other draws than this one: take all steps inside one "
+                f"`with frozen(model):`, or call generate.",
+                SlimbayesWarning,
+                stacklevel=7,
+            )
 
 
 def attributes_of(leaf: Any, around: Objects = ()) -> dict[Any, Any]:
@@ -77,18 +164,6 @@ def all_same(leaves: Sequence[Any]) -> bool:
     return all(leaf is first or (isinstance(leaf, plain) and leaf == first) for leaf in leaves)
 
 
-def without_cache(leaf: Any) -> Any:
-    """Caches of earlier steps and lazy arguments cannot be repeated: trials run without them."""
-    return None if is_cache(leaf) else leaf
-
-
-def copy_containers(tree: Any) -> Any:
-    """The same inputs in containers and tensors of their own: a model may write into what it is given, and other draws
-    are to find it as it was.
-    """
-    return map_arrays(lambda i, array: array.clone(), tree) if is_plain_call(tree) else tree_map(copy_of, tree)
-
-
 def stack_draws(parts: list[Any], around: Objects = (), batch: torch.Size | None = None) -> Any:
     """Outputs of single draws, stacked along a new first axis. Inside of objects that lie `around` them, and of a
     distribution over a `batch`, what has not that many entries is for all.
@@ -112,23 +187,6 @@ def stack_draws(parts: list[Any], around: Objects = (), batch: torch.Size | None
         return torch.stack(leaves)
 
     return tree_map(stack, *parts)
-
-
-def check_caches(kwargs: Mapping[str, Any], total: int | None = None) -> None:
-    """Refuse caches of other draws than the `total` ones that are held, or warn where they may be others'."""
-    for name, value in kwargs.items() if not torch.compiler.is_compiling() else ():
-        if isinstance(value, NotJoined) and value.draws != total:
-            raise ValueError(
-                f"{name} belongs to the {value.draws} draws that filled it: call sample for all steps inside one `with "
-                f"frozen(model):`, with fold=False where members are copies."
-            )
-        if total is None and hasattr(type(value), "get_seq_length") and value.get_seq_length() > 0:
-            warnings.warn(
-                f"{name} was filled by an earlier call, which had other draws than this one: take all steps inside one "
-                f"`with frozen(model):`, or call generate.",
-                SlimbayesWarning,
-                stacklevel=7,
-            )
 
 
 class _Apart(Exception):

@@ -25,11 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.engine.blocks import spread_of
-from slimbayes.engine.layout import Layout, arrays_of
-from slimbayes.engine.layout import Unproven as Unproven
-from slimbayes.engine.modules import Keyed as Keyed
-from slimbayes.engine.modules import first_key as first_key
-from slimbayes.engine.modules import modules_of as modules_of
+from slimbayes.engine.layout import Layout, Unproven, arrays_of
 from slimbayes.engine.modules import posteriors_of as posteriors_of
 from slimbayes.engine.state import Lasting
 
@@ -46,9 +42,11 @@ class Noise(NamedTuple):
     salt: int = 0  # tells the posteriors of a pass apart
     first_row: int = 0  # of a view
 
-    def part(self, block: slice | Tensor, rows: slice) -> Noise:
-        """Some of the blocks, and rows of one of them."""
-        return Noise(self.block[block], self.row[rows], self.seed, self.salt, self.first_row + rows.start)
+    def single(self, index: int, rows: int) -> Noise:
+        """Those of one block, which has so many rows, as all blocks have."""
+        start = index * rows
+        own = self.block[index : index + 1], self.row[start : start + rows]
+        return Noise(*own, self.seed, self.salt, self.first_row + start)
 
 
 class Pass:
@@ -59,39 +57,42 @@ class Pass:
     def __init__(
         self, draws: int | None, rows: int, first: int | Tensor = 0, rowwise: bool = True, held: bool = False
     ) -> None:
+        # Which row gets which draw.
         self.draws = draws  # None in a bare call: each posterior then has one draw per member
         self.total = draws or 1  # also for a view of one draw
+        self.index: int | None = None  # which draw of a larger pass this view shows
         self.rows = rows  # of the call under way
         self.first = first
         self.rowwise = rowwise and not held  # whether single rows may have noise of their own
-        self.centred = False  # whether draws are the posterior's centre: nothing is random
-        self.held = held  # open for many calls, each of which is a view of it
         self.layout: Layout | None = None
+        # What draws are made from.
         self.noise: dict[str, Noise] = {}  # by key of a posterior
-        self.values: dict[str, Any] = {}  # draws made from it
         self.joint: dict[tuple[str, ...], Noise] = {}  # the same of several posteriors side by side, by their keys
-        self.joined: list[Any] = []  # parameters side by side that draws were made from
-        self.apart: dict[Any, Any] = {}  # tensors with a line for each draw, and these lines
+        self.centred = False  # whether draws are the posterior's centre: nothing is random
         self.keys: dict[str, Tensor] = {}  # numbers (S,) from which a posterior draws while its layer runs
         self.stream: Any = None  # where random numbers come from if not from torch's own generators
         self.masks: dict[str, list[Tensor]] = {}  # drawn for all draws while the first of them ran
-        self.index: int | None = None  # which draw of a larger pass this view shows
-        self.calls: dict[str, int] = {}  # how often each posterior was asked in this call
-        self.substitutes: dict[
-            tuple[str, str], Tensor | None
-        ] = {}  # weights that a layer's own forward reads instead of its own
-        # Of layers that have run, in any call: their keys, and, where their own forward reads weights, which it read.
-        self.met: dict[Any, None] = {}
-        self.drawn_yet = False  # whether a layer has used its draw in this call
-        self.shared: dict[int, tuple[Any, Any]] | None = (
-            None  # modules that run once for all draws while none has been used
-        )
-        self.waiting: list[nn.Module] = []  # of those, the ones under way
-        self.lasting = Lasting()  # what draws that run one after another left in the modules
-        self.spent: list[bool] = []  # filled when a backward pass has gone through it
+        # Where it stands among other passes, and in time.
+        self.held = held  # open for many calls, each of which is a view of it
         self.outer: Pass | None = None
         self.opener: Any = None  # the module whose call opened it
         self.task = -1
+        self.spent: list[bool] = []  # filled when a backward pass has gone through it
+        # Of layers that have run, in any call: their keys, and, where their own forward reads weights, which it read.
+        self.met: dict[Any, None] = {}
+        self.lasting = Lasting()  # what draws that run one after another left in the modules
+        self.shared: dict[int, tuple[Any, Any]] | None = None  # modules that run once for all draws
+        self.waiting: list[nn.Module] = []  # of those, the ones under way
+        self._begin_call()
+
+    def _begin_call(self) -> None:
+        """Nothing has been made or met yet."""
+        self.values: dict[str, Any] = {}  # draws made from noise, by key of a posterior
+        self.joined: list[Any] = []  # parameters side by side that draws were made from
+        self.unbound: dict[Any, Any] = {}  # tensors with a line for each draw, and these lines
+        self.calls: dict[str, int] = {}  # how often each posterior was asked
+        self.substitutes: dict[tuple[str, str], Tensor | None] = {}  # what a layer's own forward reads as its weights
+        self.drawn_yet = False  # whether a layer has used its draw
 
     def put(self, key: str, noise: Noise) -> None:
         """Give a posterior noise of the caller's, instead of what was drawn."""
@@ -105,10 +106,10 @@ class Pass:
     def view(self, rows: int, layout: Layout | None) -> Pass:
         """One call of a held pass: the same draws on so many rows."""
         new = copy.copy(self)
+        new._begin_call()
         new.rows, new.layout, new.held = rows, layout, False
-        new.calls, new.substitutes, new.joined, new.apart, new.drawn_yet = {}, {}, [], {}, False
-        if self.held:  # numbers are held, not what they made: parameters, gradients and types may differ between calls
-            new.values = {}
+        if not self.held:  # else numbers are held, not what they made: parameters and types may differ between calls
+            new.values = self.values
         return new
 
     def single(self, index: int, layout: Layout | None = None) -> Pass:
@@ -117,25 +118,18 @@ class Pass:
             self.layout = layout
             return self
         new = self.view(self.rows // (self.draws or 1), layout)
-        new.draws, new.first, new.index, new.values = 1, self.first + index, index, {}
-        new.joint = {}
-        rows = slice(index * new.rows, (index + 1) * new.rows)
-        new.noise = {key: noise.part(slice(index, index + 1), rows) for key, noise in self.noise.items()}
+        new.draws, new.first, new.index, new.values, new.joint = 1, self.first + index, index, {}, {}
+        new.noise = {key: noise.single(index, new.rows) for key, noise in self.noise.items()}
         new.keys = {key: numbers[index : index + 1] for key, numbers in self.keys.items()}
         return new
 
     def take(self, index: Tensor) -> Pass:
-        """Some of the draws, by number."""
-        new = self.view(self.rows // self.total * len(index), self.layout)
-        new.draws, new.total, new.lasting = len(index), len(index), Lasting()
-        new.values, new.joint = {}, {}
-        rows = self.rows // self.total
-        new.noise = {
-            k: Noise(n.block[index], n.row.unflatten(0, (self.total, -1))[index].flatten(0, 1) if len(n.row) else n.row)
-            for k, n in self.noise.items()
-        }
+        """Some of the draws, by number, where rows share them."""
+        assert not self.rowwise
+        new = self.view(self.rows, self.layout)
+        new.draws, new.total, new.values, new.joint, new.lasting = len(index), len(index), {}, {}, Lasting()
+        new.noise = {key: Noise(noise.block[index], noise.row) for key, noise in self.noise.items()}
         new.keys = {key: numbers[index] for key, numbers in self.keys.items()}
-        assert rows or not new.rowwise
         return new
 
     def pick(self, posterior: Any, parameter: Tensor, count: int) -> Tensor:
@@ -145,20 +139,18 @@ class Pass:
 
     def dim(self, key: str, x: Tensor) -> int:
         """The dimension of x that holds rows, as proven for this layer; -1 where one row stands for all."""
-        if self.layout is None:
-            if self.draws == 1 and not self.rowwise:
-                return 0  # one draw for all rows: it does not matter
-            raise Unproven("a layer that the proof of rows has not met")
-        found = self.layout.dims.get((key, x.dim()))
-        if found is None:
-            if self.draws == 1 and not self.rowwise:
+        one = self.draws == 1 and not self.rowwise  # for all rows: where they lie does not matter
+        found = None if self.layout is None else self.layout.dims.get((key, x.dim()))
+        if found is None or self.layout is None:
+            if one:
                 return 0
+            if self.layout is None:
+                raise Unproven("a layer that the proof of rows has not met")
             raise Unproven(f"a layer met an input of {x.dim()} dimensions, unlike those that its rows were located in")
-        if found >= 0 and not torch.compiler.is_compiling() and x.shape[found] != self.rows:
-            if self.draws == 1 and not self.rowwise:
-                return found
-            if x.shape[found] == 1 or (x.shape[found] % self.rows and (key, x.dim()) not in self.layout.joined):
-                raise Unproven(f"a layer met {x.shape[found]} of {self.rows} rows, where it had all when located")
+        if one or found < 0 or torch.compiler.is_compiling() or x.shape[found] == self.rows:
+            return found
+        if x.shape[found] == 1 or (x.shape[found] % self.rows and (key, x.dim()) not in self.layout.merged):
+            raise Unproven(f"a layer met {x.shape[found]} of {self.rows} rows, where it had all when located")
         return found
 
 
@@ -195,7 +187,7 @@ def _again(done: Pass | None) -> Pass | None:
     if done is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return done
     new = copy.copy(done)
-    new.values, new.apart = {}, {}
+    new.values, new.unbound = {}, {}
     return new
 
 

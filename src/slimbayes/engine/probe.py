@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes
-from slimbayes.engine.layout import Dims, arrays_of, leaves_of, map_arrays, padded
+from slimbayes.engine.layout import Dims, Unproven, arrays_of, leaves_of, map_arrays, padded
 from slimbayes.engine.objects import attributes_of
 from slimbayes.engine.quiet import Quiet
-from slimbayes.engine.sharing import plain_modules
 from slimbayes.engine.state import Change
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]  # of rows
 Prints = tuple[Tensor, Tensor] | None
-
-
-class Mixed(Exception):
-    """A hypothesis about rows does not hold; the text says why."""
-
-
-def _shapes(tree: Any) -> list[tuple[int, ...]] | None:
-    """Of all tensors in it; None where some are packed sequences, whose rows cannot be cut."""
-    arrays = arrays_of(tree)
-    return [tuple(a.shape) for a in arrays] if all(isinstance(a, Tensor) for a in arrays) else None
 
 
 @dataclass(eq=False)
@@ -61,53 +49,12 @@ class Probe(passes.Pass):
         self.quiet, self.before, self.taint = quiet, before, taint
         self.weights: dict[Any, Tensor] = {} if before is None else before.weights  # of fingerprints
         self.visits: list[Visit] = []
-        # Of modules that ran before any draw was used: where rows lie in inputs and outputs, and the shapes of both.
-        self.ahead: dict[int, tuple[Dims, Dims]] = {}
-        self.shapes_ahead: dict[int, tuple[list[Any], list[Any] | None]] = {}
+        # Of modules that ran before any draw was used (sharing.py): shapes of inputs and outputs, and where rows lie.
+        self.early_shapes: dict[int, tuple[list[Any], list[Any] | None]] = {}
+        self.shareable: dict[int, tuple[Dims, Dims]] = {}
         self.inside: list[str] = []  # keys of modules whose own forward is under way
         self.changes: Change = {}  # what modules kept of the run
         self.objects = False  # whether outputs hold objects of somebody's
-
-    @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        """Find the modules that run before any converted layer does, and where their rows lie."""
-        shapes, random = self.shapes_ahead, False
-
-        def enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
-            nonlocal random
-            if passes.current() is not self or kwargs is None:
-                return  # another thread's call; torch may not have marked the hook as taking keywords yet
-            first = not self.visits and id(module) not in shapes
-            shapes[id(module)] = ((_shapes((args, kwargs)) or []) if first else [], None)
-            random = self.quiet.random if first else random
-
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
-            ins, done = shapes.get(id(module), ([], None))
-            undrawn = not self.visits and self.quiet.random == random
-            if passes.current() is self and ins and done is None and undrawn:
-                shapes[id(module)] = (ins, _shapes(output))
-
-        handles: list[Any] = []
-        for module in plain_modules(model) if self.taint is None else ():
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave, with_kwargs=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-        compared: Any = {} if self.before is None else self.before.shapes_ahead
-        now: Any
-        for key, now in shapes.items():
-            earlier = compared.get(key, (None, None))
-            if None in (earlier[1], now[1]):
-                continue
-            try:
-                ins, outs = (tuple(doubled(a, b, "") for a, b in zip(*two, strict=True)) for two in zip(earlier, now))
-            except (Mixed, ValueError):
-                continue
-            if all(d is not None for d in (*ins, *outs)):  # what has no rows might still depend on all of them
-                self.ahead[key] = (ins, outs)
 
     def visit(self, layer: Any, args: Any, kwargs: Any) -> Any:
         """Run a converted module's plain forward and note what came in and what went out."""
@@ -135,12 +82,12 @@ class Probe(passes.Pass):
             earlier = self.before.visits[place]
             if self.taint is None:
                 here.out_dims = [doubled(a, b, here.name) for a, b in zip(earlier.outputs, here.outputs, strict=True)]
-                if hasattr(layer, "copied_names"):
+                if layer.bayes_copied:
                     self._refuse_unshared(here, out, arrays)
                 return out
-            if hasattr(layer, "copied_names") and here.reads != earlier.reads:
+            if layer.bayes_copied and here.reads != earlier.reads:
                 # Members see only their own rows: what one reads from all rows it would read from fewer.
-                raise Mixed(f"{here.name}: a number computed from all rows decides what it does")
+                raise Unproven(f"{here.name}: a number computed from all rows decides what it does")
             return self._tainted(out, earlier, here)
 
     def prints(self, x: Tensor, dim: int | None) -> Prints:
@@ -163,11 +110,11 @@ class Probe(passes.Pass):
             if dim is None and leaf.is_floating_point() and leaf.numel() and leaf.data_ptr() not in given:
                 objects.append(f"{tuple(leaf.shape)} without rows")
         if objects:
-            raise Mixed(f"{here.name} gives {objects[0]}, of which each member has its own")
+            raise Unproven(f"{here.name} gives {objects[0]}, of which each member has its own")
 
     def _compare(self, here: Visit, earlier: Visit | None, arrays: list[Tensor]) -> None:
         if earlier is None or earlier.key != here.key or len(earlier.shapes) != len(here.shapes):
-            raise Mixed(f"{here.name} is not called alike for more rows")
+            raise Unproven(f"{here.name} is not called alike for more rows")
         if self.taint is None:
             here.dims = [doubled(a, b, here.name) for a, b in zip(earlier.shapes, here.shapes, strict=True)]
         else:
@@ -208,7 +155,7 @@ def entries(mask: Mask, size: int, name: str) -> Mask:
     if size % rows == 0:
         return mask.repeat(size // rows)
     if size % 2 or (mask[: rows // 2] == mask[rows // 2 :]).any() or (mask[1:] != mask[:-1]).sum() != 1:
-        raise Mixed(f"{name}: {size} entries for {rows} rows, none for each of them")
+        raise Unproven(f"{name}: {size} entries for {rows} rows, none for each of them")
     return mask[[0, -1]].repeat(size // 2)
 
 
@@ -233,7 +180,7 @@ def doubled(a: tuple[int, ...], b: tuple[int, ...], name: str) -> int | None:
         return None
     found = [d for d in range(min(len(a), len(b))) if a[d] != b[d]]
     if len(a) != len(b) or len(found) != 1 or b[found[0]] != 2 * a[found[0]]:
-        raise Mixed(f"{name}: {a} became {b} when every row came twice")
+        raise Unproven(f"{name}: {a} became {b} when every row came twice")
     return found[0]
 
 

@@ -5,7 +5,7 @@ The plain model, with nothing random in it (see quiet.py), runs six times on the
     as they are                                  shapes of everything that reaches a converted layer, and of the outputs
     every row twice, [x, x]                      what doubles holds rows; the outputs' halves must equal the first run's
     [x, x'], converted layers tainted in x'      x may not feel it, nor in [x', x]: draws can share a forward ("folds")
-    [x, x] with some rows changed, likewise      others may not feel it: each row can have a draw of its own ("apart")
+    [x, x] with some rows changed, likewise      others may not feel it: each row can have a draw of its own ("rowwise")
     one row more in front                        the others' outputs stay: nothing depends on a row's number
 
 x' is x with other numbers, and a tainted layer's output is changed in the rows of x' alone. Runs of one shape use the
@@ -26,11 +26,20 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import noise, passes, trial
-from slimbayes.engine.layout import Dims, Layout, arrays_of, leaves_of, map_arrays, padded, tree_map
-from slimbayes.engine.objects import copy_containers, open_objects, stack_draws, without_cache
+from slimbayes.engine.layout import (
+    Dims,
+    Layout,
+    Unproven,
+    arrays_of,
+    candidate_layouts,
+    leaves_of,
+    map_arrays,
+    padded,
+    tree_map,
+)
+from slimbayes.engine.objects import stack_draws, without_cache
 from slimbayes.engine.probe import (
     Mask,
-    Mixed,
     Probe,
     doubled,
     entries,
@@ -40,60 +49,57 @@ from slimbayes.engine.probe import (
     some_rows,
     stands_for_all,
 )
-from slimbayes.engine.quiet import Quiet, inside_func, is_captured
+from slimbayes.engine.quiet import inside_func, is_captured
 from slimbayes.engine.state import Trials
 
 
 def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: int | None) -> Layout:
     """Try hypotheses until one holds; where none does the model runs one draw at a time."""
     if not any(leaf.numel() for leaf in map(padded, arrays_of(inputs))):
-        return Layout(why="there is nothing in the inputs", told=True)
+        return Layout(why="there is nothing in the inputs", provisional=True)
     if inside_func():
-        return Layout(why="it runs inside torch.func", told=True)
+        return Layout(why="it runs inside torch.func", provisional=True)
     if is_captured(inputs):
         raise RuntimeError(
             "The rows of this kind of input are not located yet: call the model once before a CUDA graph is captured."
         )
-    first, mixed, keeps, looped = "", False, False, False
+    reasons: list[str] = []  # why guesses did not hold: the first guess is the likeliest
+    mixed, stateful, looped = False, False, False
     inputs = tree_map(without_cache, inputs)
     with trial.undisturbed(model, inputs, posteriors) as trials:
-        for tried, guess in enumerate(trial.candidate_layouts(inputs, batch_dim)):
+        for tried, guess in enumerate(candidate_layouts(inputs, batch_dim)):
             proof, along = Proof(trials, inputs, guess), (guess.lead or (0, 0))[1]
             try:
                 layout = proof.run()
-            except Mixed as error:
-                first, mixed = first or str(error), True
-                looped = looped or (tried == 0 and not along and proof.one_by_one())
+            except Unproven as error:
+                reasons.append(str(error))
+                mixed, looped = True, looped or (tried == 0 and not along and proof.one_by_one())
             except Exception as error:
-                first = first or f"{type(error).__name__} when every row came twice: {trial.first_line(error)}"
+                reasons.append(f"{type(error).__name__} when every row came twice: {trial.first_line(error)}")
             else:
                 if not layout.folds:
                     return layout
                 if looped and along:  # steps of rows that run by themselves
-                    layout = replace(layout, apart=False, why=first)
+                    layout = replace(layout, rowwise=False, why=reasons[0])
                 try:
                     proof.verify()
                     counts = model.training and any(getattr(m, "scale_grad_by_freq", False) for m in model.modules())
                     why = "an embedding divides gradients by how often a word occurs, which is more often in all draws"
                     return replace(layout, folds=False, why=why) if counts else layout
-                except (Mixed, passes.Unproven) as error:
-                    first, mixed = first or str(error), True
+                except Unproven as error:
+                    reasons.append(str(error))
+                    mixed = True
                 except ValueError:
                     return layout  # a posterior refuses what it met: the call itself will say so
                 except (RuntimeError, IndexError) as error:  # experts that get other rows of each draw
-                    first = first or f"{type(error).__name__} when two draws came together: {trial.first_line(error)}"
-            keeps = keeps or proof.layout.keeps
+                    reasons.append(f"{type(error).__name__} when two draws came together: {trial.first_line(error)}")
+            stateful = stateful or proof.layout.stateful
             if tried > 20:
                 break
-        # Inputs that the model cannot take say nothing about others of their kind: the call itself will fail.
-        fails = False
-        try:
-            trial.run_probe(trials, inputs, 1)
-        except Exception as error:
-            fails = not isinstance(error, Mixed)
-    lead = next((h.lead for h in trial.candidate_layouts(inputs, batch_dim)), None)
-    first = first or "no input has a dimension that could hold rows"
-    return Layout(why=first, lead=lead, told=fails, mixed=mixed, keeps=keeps)
+        fails = trial.fails(trials, inputs)  # what says nothing of other inputs; the call itself will say why
+    lead = next((h.lead for h in candidate_layouts(inputs, batch_dim)), None)
+    why = next((reason for reason in reasons if reason), "no input has a dimension that could hold rows")
+    return Layout(why=why, lead=lead, provisional=fails, mixed=mixed, stateful=stateful)
 
 
 class Proof:
@@ -111,18 +117,18 @@ class Proof:
         layout = self.layout
         if self.alone is not None:
             self._outputs(self._probe(self.alone)[1], self._probe(self.inputs)[1])
-        layout.most = layout.size(self.inputs, 2)
+        layout.largest = layout.size(self.inputs, 2)
         single, out1 = self._probe(self.inputs)
-        layout.keeps, layout.objects = bool(single.changes), single.objects
+        layout.stateful, layout.objects = bool(single.changes), single.objects
         if lasts := trial.what_lasts(self.trials, self.inputs, single, out1):
             layout.why, layout.mixed = f"it keeps {lasts!r} from one call for the next, which draws cannot share", True
             return layout
         double, out2 = self._probe(twice := layout.tile(self.inputs, 2), single)
         layout.outputs = self._outputs(out1, out2)
-        layout.made = self.rows, [tuple(padded(a).shape) for a in arrays_of(out1)]
-        layout.ahead, layout.random = double.ahead, single.quiet.random
+        layout.output_sizes = self.rows, [tuple(padded(a).shape) for a in arrays_of(out1)]
+        layout.shareable, layout.random = double.shareable, single.quiet.random
         if layout.random and trial.seeds_itself(self.trials, twice, 2 * self.rows, layout.outputs):
-            raise Mixed("it seeds random numbers itself, which differ between rows")
+            raise Unproven("it seeds random numbers itself, which differ between rows")
         second, some = np.arange(2 * self.rows) >= self.rows, some_rows(2 * self.rows)
         self._collect(self._change(second, double, out2))
         self._change(~second, double, out2)
@@ -130,8 +136,8 @@ class Proof:
         try:
             self._shift(out1)
             self._change(some, double, out2)
-            layout.apart = True
-        except Mixed as error:
+            layout.rowwise = True
+        except Unproven as error:
             layout.why = str(error)
             if not layout.folds:
                 raise
@@ -155,38 +161,42 @@ class Proof:
         if plain.quiet.reads != tainted.quiet.reads:  # they may depend on the inputs, but not on the draws of some rows
             again, _ = self._probe(self.layout.tile(self.inputs, 2), plain, mask)
             if plain.quiet.reads != again.quiet.reads:
-                raise Mixed("a number computed from all rows decides what the model does")
+                raise Unproven("a number computed from all rows decides what the model does")
         return tainted
 
     def _shift(self, out: Any) -> None:
         """One row more in front may not change the others: outputs that depend on a row's number would fold wrongly.
         Nor may some rows be others alone where copied modules see theirs alone: some cut all to the longest.
         """
-        half, copies = self.rows // 2, any(hasattr(p.layer, "copied_names") for p in self.posteriors)
-        parts = ((0, half), (half, self.rows - half)) if copies else ()
-        chosen = [(self.layout.narrow(self.inputs, *part), 0, *part, "some of the rows came alone") for part in parts]
-        chosen.insert(0, (self.layout.one_more(self.inputs), 1, 0, self.rows, "one row more came in front"))
-        for inputs, ahead, start, size, when in chosen:
-            try:
-                other = arrays_of(self._probe(inputs)[1])
-            except Mixed:
-                raise
-            except Exception as error:
-                raise Mixed(f"{type(error).__name__} when {when}: {trial.first_line(error)}") from error
-            pairs = zip(map(padded, arrays_of(out)), map(padded, other), self.layout.outputs, strict=True)
-            for i, (a, b, dim) in enumerate(pairs):
-                name = f"output {i} of shape {tuple(a.shape)}"
-                if dim is not None:
-                    if a.shape[dim] % self.rows:
-                        raise Mixed(f"{name} has no entry for each row")
-                    each = a.shape[dim] // self.rows
-                    a = a.narrow(dim, start * each, size * each)
-                    b = b.narrow(dim, ahead * each, b.shape[dim] - ahead * each)
-                if b.shape != a.shape:
-                    raise Mixed(f"{name} has not as many entries as rows when {when}")
-                if (ahead or dim is not None) and not self._close(b, a):
-                    self.layout.folds = not ahead
-                    raise Mixed(f"{name} changes when {when}")
+        self._compare(out, self.layout.one_more(self.inputs), 1, (0, self.rows), "one row more came in front")
+        half = self.rows // 2
+        for start, size in ((0, half), (half, self.rows - half)):
+            if any(getattr(p.layer, "bayes_copied", False) for p in self.posteriors):
+                part = self.layout.narrow(self.inputs, start, size)
+                self._compare(out, part, 0, (start, size), "some of the rows came alone")
+
+    def _compare(self, out: Any, inputs: Any, more: int, rows: tuple[int, int], when: str) -> None:
+        """Refuse if inputs, with so many rows more in front, give other outputs for these rows (start and size)."""
+        try:
+            other = arrays_of(self._probe(inputs)[1])
+        except Unproven:
+            raise
+        except Exception as error:
+            raise Unproven(f"{type(error).__name__} when {when}: {trial.first_line(error)}") from error
+        pairs = zip(map(padded, arrays_of(out)), map(padded, other), self.layout.outputs, strict=True)
+        for i, (a, b, dim) in enumerate(pairs):
+            name = f"output {i} of shape {tuple(a.shape)}"
+            if dim is not None:
+                if a.shape[dim] % self.rows:
+                    raise Unproven(f"{name} has no entry for each row")
+                each = a.shape[dim] // self.rows
+                a = a.narrow(dim, rows[0] * each, rows[1] * each)
+                b = b.narrow(dim, more * each, b.shape[dim] - more * each)
+            if b.shape != a.shape:
+                raise Unproven(f"{name} has not as many entries as rows when {when}")
+            if (more or dim is not None) and not self._close(b, a):
+                self.layout.folds = not more
+                raise Unproven(f"{name} changes when {when}")
 
     def _probe(self, inputs: Any, before: Probe | None = None, mask: Mask | None = None) -> tuple[Probe, Any]:
         rows = self.rows * (1 if before is None else 2)
@@ -196,17 +206,17 @@ class Proof:
         """Where rows lie in outputs, of which the others have twice as many."""
         first, second = arrays_of(one), arrays_of(other)
         if len(first) != len(second) or len(leaves_of(one)) != len(leaves_of(other)):
-            raise Mixed("the number of outputs depends on the number of rows")
+            raise Unproven("the number of outputs depends on the number of rows")
         for a, b in zip(leaves_of(one), leaves_of(other), strict=True):
             if isinstance(a, float) and a != b:
-                raise Mixed("a number that the model returns depends on the number of rows")
+                raise Unproven("a number that the model returns depends on the number of rows")
         dims = []
         for i, (a, b) in enumerate(zip(map(padded, first), map(padded, second), strict=True)):
             name = f"output {i} of shape {tuple(a.shape)}"
             dim = doubled(tuple(a.shape), tuple(b.shape), name) if a.numel() else tuple(a.shape).index(0)
             halves = [b] if dim is None else list(b.split(a.shape[dim], dim)) if a.shape[dim] else []
             if not all(self._close(half, a) for half in halves):
-                raise Mixed(f"{name} changes when every row comes twice")
+                raise Unproven(f"{name} changes when every row comes twice")
             dims.append(dim)
         return tuple(dims)
 
@@ -238,7 +248,7 @@ class Proof:
         pairs = zip(map(padded, out), map(padded, changed), self.layout.outputs, strict=True)
         for i, (x, y, dim) in enumerate(pairs):
             if x.shape != y.shape:
-                raise Mixed(f"output {i} changes its shape when a single row is repeated for each draw")
+                raise Unproven(f"output {i} changes its shape when a single row is repeated for each draw")
             said = f"output {i}{'' if dim is not None else ', which has no rows,'} mixes rows of different draws"
             if (p := plain.prints(x, dim)) is not None and (q := tainted.prints(y, dim)) is not None:
                 self._check(mask, p, q, dim, said)
@@ -249,7 +259,7 @@ class Proof:
         kept = slice(None) if dim is None else ~entries(mask, len(plain), message)
         slack = (1e-7 if p[0].is_cuda else 1e-13) * size[kept].sum()
         if plain.shape != changed.shape or not (abs(plain - changed)[kept] <= slack).all():
-            raise Mixed(message.replace("draws", "rows") if self.layout.folds else message)
+            raise Unproven(message.replace("draws", "rows") if self.layout.folds else message)
 
     def _collect(self, probe: Probe) -> None:
         """The dimension of rows of every layer's inputs."""
@@ -260,41 +270,29 @@ class Proof:
             if dim is None:
                 if not stands_for_all(visit):
                     shape = visit.shapes[0] if visit.shapes else ()
-                    raise Mixed(f"{visit.name}: an input of shape {shape} has no rows in it")
+                    raise Unproven(f"{visit.name}: an input of shape {shape} has no rows in it")
                 dim = -1
             if not visit.layer.may_hold_rows(dim, len(visit.shapes[0])):
-                raise Mixed(f"{visit.name}: dimension {dim} of its input {visit.shapes[0]} cannot hold rows")
+                raise Unproven(f"{visit.name}: dimension {dim} of its input {visit.shapes[0]} cannot hold rows")
             at = (visit.key, len(visit.shapes[0]))
             if (known := layout.dims.setdefault(at, dim)) != dim:
-                raise Mixed(f"{visit.name}: its rows lie along dimension {known} in one call and {dim} in another")
+                raise Unproven(f"{visit.name}: its rows lie along dimension {known} in one call and {dim} in another")
             if dim >= 0 and visit.shapes[0][dim] % (2 * self.rows):
-                layout.joined.add(at)
+                layout.merged.add(at)
             layout.arguments[visit.key, tuple(map(len, visit.shapes))] = (tuple(visit.dims), tuple(before.out_dims))
 
     def verify(self) -> None:
         """Two real draws folded and one by one must agree."""
         if not self.posteriors:
             return
-        new = noise.draw(self.posteriors, passes.Pass(2, 2 * self.rows, rowwise=self.layout.apart))
-        out = self._run_drawn(new.view(new.rows, self.layout), self.layout.tile(self.inputs, 2))
+        new = noise.draw(self.posteriors, passes.Pass(2, 2 * self.rows, rowwise=self.layout.rowwise))
+        out = trial.run_drawn(self.trials, new.view(new.rows, self.layout), self.layout.tile(self.inputs, 2))
         together = arrays_of(self.layout.split(out, 2, self.rows))
-        parts = [self._run_drawn(new.single(j, self.layout), self.inputs) for j in range(2)]
+        parts = [trial.run_drawn(self.trials, new.single(j, self.layout), self.inputs) for j in range(2)]
         for i, (a, b) in enumerate(zip(together, arrays_of(stack_draws(parts)), strict=True)):
             if not self._close(a, b):
                 off = trial.relative_difference(a, b)
-                raise Mixed(f"output {i} of folded draws differs from that of single ones by {off:.2g} of its size")
-
-    def _run_drawn(self, new: passes.Pass, inputs: Any) -> Any:
-        """What the model gives with the draws of a pass, and nothing else at random."""
-        model, (args, kwargs) = self.trials.model, copy_containers(inputs)
-        try:
-            with trial.no_autocast({p.device.type for p in self.posteriors}):
-                passes.run(new, noise.realise, self.posteriors, new)
-                with Quiet(not model.training, self.trials):
-                    out = passes.run(new, model, *args, **kwargs)
-            return tree_map(padded, open_objects(out))
-        finally:
-            self.trials.restore()
+                raise Unproven(f"output {i} of folded draws differs from that of single ones by {off:.2g} of its size")
 
     def _close(self, a: Tensor, b: Tensor) -> bool:
         return a.shape == b.shape and trial.relative_difference(a, b) <= self.tolerance

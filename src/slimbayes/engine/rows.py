@@ -14,7 +14,8 @@ from torch import Tensor
 
 from slimbayes.engine.blocks import block_of_row, block_sizes, sizes_equal
 from slimbayes.engine.fused import Seeded, autocast_type, dense, fused
-from slimbayes.engine.passes import Pass, Unproven
+from slimbayes.engine.layout import Unproven
+from slimbayes.engine.passes import Pass
 from slimbayes.kernels import LARGE, ready
 
 Op = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -36,7 +37,7 @@ class LinearMap:
     outer: Outer
     batch_dim: int
     channel_dim: int
-    foldable: bool = True  # one draw for all rows may be multiplied into the weight (a lookup touches few rows of it)
+    absorbs: bool = True  # factors of one draw may be multiplied into the weight (a lookup touches few rows of it)
     out_dim: int | None = None  # of the weight, where op is one matrix along the last dimension, whatever comes before
     mask: Tensor | None = None  # broadcasts against weight: zero where it must stay as it is (padding, pruned)
     current: Pass | None = None  # the pass under way, where whoever made it had looked
@@ -145,7 +146,7 @@ class LinearMap:
         x, batch_dim = spread(x, current.rows, self.batch_dim)
         sizes = sizes_of_blocks(x.shape[batch_dim], index.shape[0], current)
         even = all(sizes_equal(size, sizes[0]) for size in sizes)
-        if torch.compiler.is_compiling() or not self.foldable or not even:
+        if torch.compiler.is_compiling() or not self.absorbs or not even:
             biases = None if biases is None else biases.index_select(0, index)
             return self.blocks(x, weights.index_select(0, index), biases, current)
         order = index.argsort()

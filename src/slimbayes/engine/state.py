@@ -21,9 +21,10 @@ from slimbayes.engine.quiet import inside_func
 _GROWS = (list, dict, set, deque)
 _PLAIN = {int, float, str, bool, bytes, type(None)}  # of which vocabularies have many
 _ABSENT = object()
-MARKED = "_slimbayes_cached"  # where a module keeps the names of what it computed from drawn weights
-# By module and name: what is there after a call, or that nothing is, and True if it is another object than before; else
-# what was written into, within it, and copies of that.
+CACHED_NAMES = "_slimbayes_cached"  # where a module keeps the names of what it computed from drawn weights
+# By number of a module and name of an attribute: (what is there after a call, or _ABSENT, True) if it is another object
+# than before; else (pairs of what was written into, within it, and copies of that, False). Hooks that came in a call
+# are (functions that put them up again, False), by (~number of the place they hang at, "hooks").
 Change = dict[tuple[int, str], tuple[Any, bool]]
 
 
@@ -49,7 +50,7 @@ class State:
         self.model = model
         found = modules_of(model)
         own = [m for m in found if not (isinstance(m, (Keyed, nn.ModuleDict)) or has_known_class(m))]
-        self.own = len(own)  # modules whose attributes count, too; of the others only buffers do
+        self.own = len(own)  # of `modules` the first so many, whose attributes count, too; of others only buffers do
         known = set(map(id, own))
         self.modules = own + ([m for m in found if m._buffers and id(m) not in known] if self.every else [])
         self.before = self._now()
@@ -118,12 +119,12 @@ class State:
         """Let `forget` know these attributes: each module has the names of its own."""
         for i, name in places:
             if i >= 0:
-                self.modules[i].__dict__.setdefault(MARKED, set()).add(name)
+                self.modules[i].__dict__.setdefault(CACHED_NAMES, set()).add(name)
 
     def forget(self) -> None:
         """Go back to that moment in what is marked alone."""
         for module, before in zip(self.modules, self.before, strict=True):
-            for name in module.__dict__.get(MARKED, ()):
+            for name in module.__dict__.get(CACHED_NAMES, ()):
                 _put(module, name, before.get(name, _ABSENT))
                 for key in _reached([before.get(name)]):
                     for value, old, version in [self.values[key]] if key in self.values else []:

@@ -1,5 +1,5 @@
-"""A trial of the plain model: nothing random, nothing left behind, and a note of what its converted layers met. And the
-guesses that the proof tries in turn: which inputs hold rows, and where.
+"""A trial of the plain model: nothing random, nothing left behind, and a note of what its converted layers met. And
+what a few of them tell: whether it seeds itself, what lasts from call to call, what it keeps of drawn weights.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
-from torch.nn.utils.rnn import PackedSequence
 
-from slimbayes.engine import passes
-from slimbayes.engine.layout import Dims, Layout, arrays_of, leaves_of, map_arrays, padded, tree_map
+from slimbayes.engine import noise, passes
+from slimbayes.engine.layout import Dims, Unproven, arrays_of, leaves_of, map_arrays, padded, tree_map
 from slimbayes.engine.objects import UNORDERED, attributes_of, copy_containers, open_objects, without_cache
-from slimbayes.engine.probe import Mask, Mixed, Probe, other_numbers
+from slimbayes.engine.probe import Mask, Probe, other_numbers
 from slimbayes.engine.quiet import Quiet, inside_func
+from slimbayes.engine.sharing import finding_shareable
 from slimbayes.engine.state import State, Trials, same_changes
 from slimbayes.errors import SlimbayesWarning
 
@@ -93,9 +93,9 @@ def run_probe(
     """
     probe, out = run_unchecked(trials, inputs, rows, before, taint)
     if probe.quiet.used:
-        raise Mixed(f"the weight of {next(iter(probe.quiet.used))} is used past the layer's own forward")
+        raise Unproven(f"the weight of {next(iter(probe.quiet.used))} is used past the layer's own forward")
     if before is not None and len(before.visits) != len(probe.visits):
-        raise Mixed(f"{before.visits[-1].name} and other layers are not called alike for more rows")
+        raise Unproven(f"{before.visits[-1].name} and other layers are not called alike for more rows")
     return probe, out
 
 
@@ -109,7 +109,7 @@ def run_unchecked(
     args, kwargs = copy_containers(inputs)
     try:
         still, devices = nullcontext() if random else quiet, {p.device.type for p in trials.posteriors} or {"cpu"}
-        with probe.watching(trials.model), still, no_autocast(devices):
+        with finding_shareable(probe, trials.model), still, no_autocast(devices):
             out = passes.run(probe, trials.model, *args, **kwargs)
         probe.objects = any(isinstance(leaf, UNORDERED) or attributes_of(leaf) for leaf in leaves_of(out))
         probe.changes, out = trials.changes() if probe.before is None else {}, open_objects(out)
@@ -121,6 +121,28 @@ def run_unchecked(
         trials.restore()
     torch.set_grad_enabled(True)  # until the trials are over, which began without
     return run_unchecked(trials, inputs, rows, *compared, random=random)
+
+
+def run_drawn(trials: Trials, new: passes.Pass, inputs: Any) -> Any:
+    """What the model gives with the draws of a pass, and nothing else at random."""
+    model, (args, kwargs) = trials.model, copy_containers(inputs)
+    try:
+        with no_autocast({p.device.type for p in trials.posteriors}):
+            passes.run(new, noise.realise, trials.posteriors, new)
+            with Quiet(not model.training, trials):
+                out = passes.run(new, model, *args, **kwargs)
+        return tree_map(padded, open_objects(out))
+    finally:
+        trials.restore()
+
+
+def fails(trials: Trials, inputs: Any) -> bool:
+    """Whether these are inputs that the plain model cannot take."""
+    try:
+        run_probe(trials, inputs, 1)
+    except Exception as error:
+        return not isinstance(error, Unproven)
+    return False
 
 
 def seeds_itself(trials: Trials, twice: Any, rows: int, dims: Dims) -> bool:
@@ -137,25 +159,26 @@ def _count_uses(probe: Probe) -> Counter[str]:
 
 
 @contextmanager
-def forgetting_drawn_weights(posteriors: Any, inputs: Any) -> Iterator[None]:
+def forgetting_drawn_weights(tree: Any, inputs: Any) -> Iterator[None]:
     """A call after which modules have nothing left that they computed from drawn weights and would take for the next
     one's, such as a product of two or the features of a prompt: that has other draws. Looked for once in each mode.
     """
-    model, mode = posteriors.tree.modules[0], (posteriors.tree.modules[0].training, torch.is_grad_enabled())
-    with _CACHES if posteriors.keeps.get(mode) else nullcontext():
-        if not posteriors.keeps:
-            _tell_of_ties(posteriors.tree.modules)
+    model = tree.modules[0]
+    mode = model.training, torch.is_grad_enabled()
+    with _CACHES if tree.keeps_drawn.get(mode) else nullcontext():
+        if not tree.keeps_drawn:
+            _warn_of_ties(tree.modules)
         state = State(model)
         try:
             yield
-            if mode not in posteriors.keeps and not inside_func():
+            if mode not in tree.keeps_drawn and not inside_func():
                 changed = bool(state.own and state.changes())
-                posteriors.keeps[mode] = changed and _marked(model, posteriors, inputs, state)
+                tree.keeps_drawn[mode] = changed and _marked(model, tree.posteriors, inputs, state)
         finally:
             state.forget()
 
 
-def _tell_of_ties(modules: Sequence[nn.Module]) -> None:
+def _warn_of_ties(modules: Sequence[nn.Module]) -> None:
     """Say which layers have one weight and were converted apart, so that each draws it anew."""
     owners: dict[int, Any] = {}
     layers: list[Any] = [m for m in modules if "posterior" in m._modules]
@@ -244,43 +267,3 @@ def tolerance(model: nn.Module) -> float:
     if types & {torch.bfloat16, torch.float16}:
         return 0.1
     return 1e-6 if types == {torch.float64} else 1e-2 if any(on_gpu for _, on_gpu in kinds) else 1e-3
-
-
-def candidate_layouts(inputs: Any, batch_dim: int | None) -> Iterator[Layout]:
-    """Layouts that say which inputs hold rows, where, and what tells how many there are; the likeliest first."""
-    arrays = arrays_of(inputs)
-    shapes = [(-1, int(a.batch_sizes[0])) if isinstance(a, PackedSequence) else tuple(a.shape) for a in arrays]
-    # Inputs with more dimensions first: masks, lengths and weights have fewer than what they are for.
-    packed = [isinstance(a, PackedSequence) for a in arrays]
-    flags = [isinstance(a, Tensor) and a.dtype == torch.bool for a in arrays]
-    order = sorted(range(len(arrays)), key=lambda i: (not packed[i], flags[i], -len(shapes[i])))
-    seen: set[Dims] = set()
-    for dim in (0, 1) if batch_dim is None else (batch_dim,):
-        for i in order:
-            at = 1 if packed[i] else dim
-            if len(shapes[i]) > at and shapes[i][at] > 0:
-                for dims in _variants(shapes, i, at):
-                    if dims not in seen:
-                        seen.add(dims)
-                        yield Layout(inputs=dims, lead=(i, at))
-
-
-def _variants(shapes: Sequence[tuple[int, ...]], lead: int, at: int) -> Iterator[Dims]:
-    """Rows of all inputs, if input `lead` has them along `at`: where sizes fit, with one input less, multiples too."""
-    rows = shapes[lead][at]
-    fits = [[d for d, size in enumerate(shape) if size == rows and d < 2] for shape in shapes]
-    first = [at if at in f else f[0] if f else None for f in fits]
-    first[lead] = at
-    yield tuple(first)
-    yield tuple(at if at in f else None for f in fits)  # as many coordinates (points, 3) as rows
-    for i, found in enumerate(fits):  # a state (layers, rows, units) of as many layers as rows
-        for other in found if i != lead else ():
-            yield tuple(other if j == i else d for j, d in enumerate(first))
-    yield tuple(next((d for d in reversed(f)), None) if j != lead else at for j, f in enumerate(fits))
-    for i, dim in enumerate(first):
-        if dim is not None and i != lead:
-            yield tuple(None if j == i else d for j, d in enumerate(first))
-    yield tuple(
-        d if d is not None or not s or rows < 2 or s[0] % rows else 0 for d, s in zip(first, shapes, strict=True)
-    )
-    yield tuple(at if j == lead else None for j in range(len(shapes)))

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.engine import calls, passes
-from slimbayes.engine.layout import arrays_of, map_arrays
-from slimbayes.engine.locate import check_size
+from slimbayes.engine.layout import Unproven, arrays_of, map_arrays
+from slimbayes.engine.locate import batch_dim_of, check_size, layout_of
 from slimbayes.engine.noise import Seed, key, seed_of
-from slimbayes.engine.passes import Noise, Pass, Unproven
+from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.sharing import evaluating
 from slimbayes.posteriors.joint_forms import Watched
 from slimbayes.posteriors.joint_normal import Joint
@@ -76,8 +76,8 @@ def rows_at_means(
     """
     joints = joints_of(model)
     sizes = [p.site.n_out if factored and p.factored else p.size for p in joints]
-    layout, dim = calls.layout_of(model, args, kwargs, joints), calls.batch_dim_of(model) or 0
-    many = layout.rows((args, kwargs)) if layout.apart else rows_of(model, arrays_of((args, kwargs)))
+    layout, dim = layout_of(model, args, kwargs, joints), batch_dim_of(model) or 0
+    many = layout.rows((args, kwargs)) if layout.rowwise else rows_of(model, arrays_of((args, kwargs)))
     start, most = 0, max(1, MOST // sum(sizes))
 
     def row(i: int, leaf: Any) -> Any:
@@ -107,8 +107,8 @@ def rows_at_means(
         return RowDerivatives(start, outputs, deviations, watched)
 
     while start < many:
-        count = min(most, many - start) if layout.apart else 1
-        if layout.apart:
+        count = min(most, many - start) if layout.rowwise else 1
+        if layout.rowwise:
             part = layout.narrow((args, kwargs), start, count)
             check_size(model, part, joints, layout)
         else:

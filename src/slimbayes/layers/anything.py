@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from slimbayes.engine import passes
-from slimbayes.engine.layout import arrays_of, map_arrays, tree_map
-from slimbayes.engine.passes import Unproven
+from slimbayes.engine.layout import Unproven, arrays_of, map_arrays, tree_map
 from slimbayes.engine.rows import LinearMap, sizes_of_blocks
 from slimbayes.engine.state import State
 from slimbayes.layers.base import BayesLayer, made_once, mixed_class, reading
@@ -103,7 +102,7 @@ class AnyLayer(BayesLayer):
             return torch.outer(r, s).view(*weight.shape[:2], *[1] * (weight.dim() - 2))
 
         mask = self._buffers.get("weight_mask") if site == "weight" else None
-        return LinearMap(weight, bias, op, outer, batch_dim, -1, foldable=False, mask=mask)
+        return LinearMap(weight, bias, op, outer, batch_dim, -1, absorbs=False, mask=mask)
 
     def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
         lead = self.posteriors()[0]
@@ -158,7 +157,7 @@ class AnyLayer(BayesLayer):
         rows = next((a.shape[d] for a, d in zip(arrays, ins, strict=True) if d is not None), found.rows)
         sizes = sizes_of_blocks(rows, lead.drawn, found)
         parts, start, counter = [], 0, iter(range(10**9))
-        before = State(self) if found.layout.keeps else None
+        before = State(self) if found.layout.stateful else None
 
         def narrow(i: int, leaf: Tensor) -> Tensor:
             dim = ins[i]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.engine import calls, passes
-from slimbayes.engine.rows import LinearMap
+from slimbayes.engine.layout import Unproven
+from slimbayes.engine.rows import LinearMap, Op
 from slimbayes.layers.site import Kind, Site, has, own_value, set_value
 
 
@@ -21,6 +22,7 @@ class Converted(nn.Module):
 
     plain: ClassVar[type[nn.Module]]
     posterior: nn.ModuleDict
+    bayes_copied: ClassVar[bool] = False  # whether members are copies of it as a whole, each with rows of its own
     bayes_note: ClassVar[str] = ""  # what a summary should say about it
     if TYPE_CHECKING:  # a mixin reads attributes of the plain class it is mixed with
 
@@ -56,7 +58,7 @@ class Converted(nn.Module):
         at = (self.bayes_key, tuple(a.dim() for a in arrays))
         known = None if found.layout is None else found.layout.arguments.get(at)
         if known is None:
-            raise passes.Unproven(f"{self.bayes_name} met arguments whose rows nobody has located")
+            raise Unproven(f"{self.bayes_name} met arguments whose rows nobody has located")
         return known
 
     def plain_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -73,10 +75,12 @@ class Converted(nn.Module):
         raise NotImplementedError
 
     def _bayes_inside(self, *args: Any, **kwargs: Any) -> Any:
+        """`_bayes_in` the pass under way, which a call of this module alone has opened."""
         key = self.bayes_key
         return self._bayes_in(passes.of(key), key, args, kwargs)
 
     def _bayes_in(self, found: Any, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run in a pass; a proof of rows, which takes its place, looks at what comes in instead."""
         if found.probing:
             return found.visit(self, args, kwargs)
         if not torch.compiler.is_compiling():
@@ -111,6 +115,7 @@ class BayesLayer(Converted):
     # Of the weight, where `bayes_op` is one matrix along the last dimension, whatever comes before.
     bayes_out_dim: ClassVar[int | None] = None
     bayes_unbatched: int | None = None  # dimensions of an input that counts as one row
+    bayes_absorbs: ClassVar[bool] = True  # whether factors of one draw may be multiplied into the weight
     inner_dropout: ClassVar[str] = ""  # where a rate at its attribute `dropout` acts, inside its own forward
     read_names: ClassVar[tuple[str, ...]] = ("weight", "bias")  # what others may read past the layer's forward
 
@@ -147,27 +152,24 @@ class BayesLayer(Converted):
         """The map of one site, with its present weight and bias, for inputs with rows along `batch_dim`."""
         (weight, bias), mask = self.own_affine(), self._buffers.get("weight_mask")
         op, outer, channels = self.bayes_op, self.bayes_outer, self.bayes_channel_dim
-        return LinearMap(weight, bias, op, outer, batch_dim, channels, mask=mask, out_dim=self.bayes_out_dim)
+        how: dict[str, Any] = {"absorbs": self.bayes_absorbs, "mask": mask, "out_dim": self.bayes_out_dim}
+        return LinearMap(weight, bias, op, outer, batch_dim, channels, **how)
 
     def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
         (x,) = (*args, *kwargs.values())
         return self.project_draw("weight", x)
 
-    def rows_of(self, x: Tensor) -> int:
-        """The dimension of an input that holds rows, as proven."""
-        return passes.met_by(self.bayes_key, x)[1]
-
-    def project_draw(self, site: str, x: Tensor, batch_dim: int | None = None) -> Tensor:
-        """Apply this pass's draw of one site's linear map."""
+    def project_draw(self, site: str, x: Tensor, batch_dim: int | None = None, op: Op | None = None) -> Tensor:
+        """Apply this pass's draw of one site's linear map, or of one with another `op`, to inputs whose rows lie along
+        `batch_dim`, or where they were located.
+        """
         if batch_dim is None and x.dim() == self.bayes_unbatched:
-            return self.project_draw(site, x.unsqueeze(0), 0).squeeze(0)
+            return self.project_draw(site, x.unsqueeze(0), 0, op).squeeze(0)
+        current, dim = passes.met_by(self.bayes_key, x) if batch_dim is None else (None, batch_dim)
+        linear = self.linear_map(site, dim)
+        linear.current, linear.op = current, op or linear.op
         posterior: Any = self._modules["posterior"]._modules[site]  # type: ignore[union-attr]
         # Not a call of the module: nobody hooks a posterior, and a call costs as much as the product of a small layer.
-        if batch_dim is not None:
-            return posterior.forward(x, self.linear_map(site, batch_dim))
-        current, dim = passes.met_by(self.bayes_key, x)
-        linear = self.linear_map(site, dim)
-        linear.current = current
         return posterior.forward(x, linear)
 
     def write_draw(self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None) -> None:

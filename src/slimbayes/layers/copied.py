@@ -7,6 +7,7 @@ its children, since nothing is known about what it calls its own methods and chi
 Sizes: K members, n blocks of rows in a pass, R rows.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,17 +20,19 @@ from torch.utils import _pytree as pytree
 
 from slimbayes.engine import noise, passes
 from slimbayes.engine.blocks import block_of_row, sizes_equal
-from slimbayes.engine.layout import NotJoined, arrays_of, is_cache, map_arrays, padded, tree_map
-from slimbayes.engine.objects import all_same, attributes_of
-from slimbayes.engine.passes import Unproven
+from slimbayes.engine.layout import Unproven, arrays_of, map_arrays, padded, tree_map
+from slimbayes.engine.objects import NotJoined, all_same, attributes_of, is_cache
+from slimbayes.errors import SlimbayesWarning
 from slimbayes.layers.base import Converted, made_once, mixed_class, reading
-from slimbayes.layers.methods import runs_later, tell_of_replaced, wrap_methods
+from slimbayes.layers.methods import runs_later, wrap_methods
+
+OF_MEMBER_0 = "_slimbayes_member"  # on the parts of member 0: what replaces one of them later is in no other member
 
 
 class Copied(Converted):
     """Mixin of modules that were copied as a whole; `posterior["members"]` holds the copies."""
 
-    copied_names: tuple[str, ...] = ()
+    bayes_copied = True
 
     def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward with every row run by its member."""
@@ -38,7 +41,7 @@ class Copied(Converted):
         if members.members == 1:
             return _call(self, members, 0, args, kwargs)
         if not torch.compiler.is_compiling():
-            tell_of_replaced(self)
+            _warn_of_replaced(self)
         blocks = current.blocks(members)
         if blocks == 1:
             return _call(self, members, int(current.first) % members.members, args, kwargs)
@@ -51,7 +54,7 @@ class Copied(Converted):
         used = [k for k, line in enumerate(lines) if traced or line.numel()]
         inputs = {k: _take((args, kwargs), lines[k], current.rows, ins) for k in used}
         even = traced or len({line.numel() for line in lines}) == 1
-        alone = current.layout.keeps or _needs_loop(self, members)  # what a call leaves in a module, vmap loses
+        alone = current.layout.stateful or _needs_loop(self, members)  # what a call leaves in a module, vmap loses
         if members.batched and even and not alone and all(d == 0 for d in (*ins, *outs)):
             outputs = _batched(self, members, list(inputs.values()))
         else:
@@ -202,9 +205,7 @@ def _batched(module: Any, members: Any, inputs: list[Any]) -> list[Any]:
     return [pytree.tree_map(lambda leaf, k=k: leaf[k], outputs) for k in range(len(states))]
 
 
-def _deal(
-    rows: int, blocks: int, first: int | Tensor, members: int, device: torch.device
-) -> tuple[list[Tensor], Tensor]:
+def _deal(rows: int, blocks: int, first: Any, members: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
     """Row numbers of each member, and where among the outputs of all members each row's lies, (R,)."""
     member = (block_of_row(rows, blocks, device) + first) % members
     order = torch.argsort(member * rows + torch.arange(rows, device=device))  # stable, which ONNX has no word for
@@ -273,3 +274,26 @@ def _join(outputs: list[Any], back: Tensor, total: int, dims: Any) -> Any:
         return _select(torch.cat(leaves, dim), dim, total, back)
 
     return tree_map(join, *outputs)
+
+
+def parts_of(module: nn.Module) -> Iterator[nn.Module]:
+    """A copied module and what it holds, without the other members."""
+    yield module
+    for name, child in module._modules.items():
+        if child is not None and name != "posterior":
+            yield from parts_of(child)
+
+
+def _warn_of_replaced(module: Any) -> None:
+    """Say that a part of member 0 alone was replaced."""
+    new = next(
+        (m for m in parts_of(module) if OF_MEMBER_0 not in m.__dict__ and next(m.parameters(), None) is not None), None
+    )
+    if new is not None:
+        warnings.warn(
+            f"{next(n for n, m in module.named_modules() if m is new)} of {module.bayes_name} came after the "
+            f"conversion, and into member 0 alone: other members keep what they had. Replace it before bayesianize, "
+            f"or in each of posterior['members'].others, too.",
+            SlimbayesWarning,
+            stacklevel=2,
+        )

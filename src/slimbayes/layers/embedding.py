@@ -74,7 +74,7 @@ class BayesEmbedding(_BayesTable, nn.Embedding):
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         weight = own_value(self, "weight")
         mask = words_that_move(self.padding_idx, weight)
-        return LookupMap(weight, None, self.bayes_op, table_outer, batch_dim, -1, foldable=False, mask=mask)
+        return LookupMap(weight, None, self.bayes_op, table_outer, batch_dim, -1, absorbs=False, mask=mask)
 
 
 def words_that_move(padding: int | None, weight: Tensor) -> Tensor | None:
@@ -154,7 +154,7 @@ class BayesEmbeddingBag(_BayesTable, nn.EmbeddingBag):
     def linear_map(self, site: str, batch_dim: int = 0) -> BagMap:
         weight = own_value(self, "weight")
         mask = words_that_move(self.padding_idx, weight)
-        linear = BagMap(weight, None, self.bayes_op, table_outer, 0, -1, foldable=False, mask=mask, layer=self)
+        linear = BagMap(weight, None, self.bayes_op, table_outer, 0, -1, absorbs=False, mask=mask, layer=self)
         scaled = self.scale_grad_by_freq
         linear.op = lambda x, weight, bias: linear.reduce(F.embedding(x, weight, None, None, 2.0, scaled), x)
         return linear

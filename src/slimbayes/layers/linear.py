@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.base import BayesLayer, bayes_form, register_layer
 from slimbayes.layers.site import Site, has, own_value, table_outer
 
@@ -69,6 +68,7 @@ class Quantised(BayesLayer):
     read_names = ()  # its forward reads the weight as it is
     may_hold_rows = BayesLinear.may_hold_rows
     bayes_unbatched = 1
+    bayes_absorbs = False
 
     def sites(self) -> list[Site]:
         n_in, n_out = self.in_features, self.out_features
@@ -78,11 +78,6 @@ class Quantised(BayesLayer):
         own, y = self._parameters.get("bias"), self.plain.forward(self, x)
         y = y if own is None else y - own.to(y.dtype)  # it comes after the factors
         return y if bias is None else y + bias.to(y.dtype)
-
-    def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
-        linear = super().linear_map(site, batch_dim)
-        linear.foldable = False
-        return linear
 
 
 def is_quantised(layer: nn.Module) -> bool:
@@ -139,11 +134,7 @@ class _BayesTransposed(_BayesConv):
             return super().bayes_forward(input)
         sizes = (self.stride, self.padding, self.kernel_size, self.spatial, self.dilation)
         padding = self._output_padding(input, output_size, *sizes)
-        alone = input.dim() == self.spatial + 1
-        linear = self.linear_map("weight", 0 if alone else self.rows_of(input))
-        linear.op = lambda x, weight, bias: self._op(x, weight, bias, padding)
-        y = self.posterior["weight"](input.unsqueeze(0) if alone else input, linear)
-        return y.squeeze(0) if alone else y
+        return self.project_draw("weight", input, op=lambda x, weight, bias: self._op(x, weight, bias, padding))
 
 
 # An input without a row dimension counts as one row.

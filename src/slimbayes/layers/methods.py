@@ -6,15 +6,13 @@ which would read weights past our layers, are turned off.
 
 import functools
 import inspect
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
 from torch import nn
 
 from slimbayes.engine import calls, passes
-from slimbayes.errors import SlimbayesWarning
 from slimbayes.layers.base import Converted, made_once, mixed_class
 
 _NUMBERS = count(1)  # of conversions, in this process
@@ -169,27 +167,3 @@ def turn_off_fast_paths(model: nn.Module) -> list[tuple[str, str, Any]]:
             patched.append((name, attribute, getattr(module, attribute)))
             setattr(module, attribute, 0 if attribute == "activation_relu_or_gelu" else False)
     return patched
-
-
-MARK = "_slimbayes_member"  # on the parts of member 0: what replaces one of them later is in no other member
-
-
-def parts_of(module: nn.Module) -> Iterator[nn.Module]:
-    """A copied module and what it holds, without the other members."""
-    yield module
-    for name, child in module._modules.items():
-        if child is not None and name != "posterior":
-            yield from parts_of(child)
-
-
-def tell_of_replaced(module: Any) -> None:
-    """Say that a part of member 0 alone was replaced."""
-    new = next((m for m in parts_of(module) if MARK not in m.__dict__ and next(m.parameters(), None) is not None), None)
-    if new is not None:
-        warnings.warn(
-            f"{next(n for n, m in module.named_modules() if m is new)} of {module.bayes_name} came after the "
-            f"conversion, and into member 0 alone: other members keep what they had. Replace it before bayesianize, "
-            f"or in each of posterior['members'].others, too.",
-            SlimbayesWarning,
-            stacklevel=2,
-        )

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimbayes.engine.passes import Pass
-from slimbayes.engine.rows import LinearMap, apply_rows
+from slimbayes.engine.rows import LinearMap, Op, apply_rows
 from slimbayes.layers.base import BayesLayer, bayes_form, register_layer
 from slimbayes.layers.site import Site, has, own_value
 
@@ -83,11 +83,11 @@ class BayesNorm(BayesLayer):
         """Mean and one over the standard deviation of each channel (C,), where they do not depend on the input."""
         return None
 
-    def project_draw(self, site: str, x: Tensor, batch_dim: int | None = None) -> Tensor:
+    def project_draw(self, site: str, x: Tensor, batch_dim: int | None = None, op: Op | None = None) -> Tensor:
         posterior: Any = self._modules["posterior"]._modules[site]  # type: ignore[union-attr]
         served = None if x.dim() == self.bayes_unbatched else posterior.served()
         if served is None:
-            return super().project_draw(site, x, batch_dim)
+            return super().project_draw(site, x, batch_dim, op)
         return self.bayes_op(x, *served)  # wherever rows lie: torch's own kernel takes the drawn scale and bias
 
 

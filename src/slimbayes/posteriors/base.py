@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from slimbayes.engine import passes
-from slimbayes.engine.modules import noise_type
+from slimbayes.engine.modules import Keyed, noise_type
 from slimbayes.engine.noise import kernel_seed
-from slimbayes.engine.passes import Keyed, Noise, Pass
+from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.configs.base import Config as Config

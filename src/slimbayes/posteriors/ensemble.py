@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from slimbayes.engine.passes import Noise
 from slimbayes.engine.state import copy_modules
 from slimbayes.layers import kind_of
-from slimbayes.layers.methods import MARK, parts_of
+from slimbayes.layers.copied import OF_MEMBER_0, parts_of
 from slimbayes.posteriors.base import Posterior, Role
 from slimbayes.posteriors.configs.whole_modules import Ensemble, Execution
 from slimbayes.posteriors.picks import resets
@@ -181,7 +181,7 @@ class EnsemblePosterior(Members):
     def join(self, layer: Any) -> None:
         super().join(layer)
         for module in parts_of(layer):
-            module.__dict__[MARK] = True
+            module.__dict__[OF_MEMBER_0] = True
 
     def unlike(self) -> str:
         """The first thing that members have different and that is not in their state, if any: a part's type, a flag,

@@ -12,13 +12,13 @@ are dropped, not the scale: the paper's baseline.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.engine.blocks import block_of_row, sizes_equal
-from slimbayes.engine.noise import kept_units, uniform
+from slimbayes.engine.noise import GOLDEN, uniform
 from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import LinearMap, spread
 from slimbayes.layers import LAYERS, class_for
@@ -111,3 +111,35 @@ class DropoutPosterior(Posterior):
         seen = torch.arange(x.shape[dim], device=x.device)
         line = block_of_row(current.rows, len(keys), x.device)[seen // each] * each + seen % each
         return mask.movedim(0, dim).flatten(dim, dim + 1).index_select(dim, line)
+
+
+def kept_units(keys: Tensor, place: int, shape: Sequence[int], rate: float) -> Tensor:
+    """Which units stay when each is dropped with probability `rate`, as a function of a draw's key and of the unit.
+
+    Units keep their fate when there are more of them: of a longer sequence, say.
+
+    Shape: keys (S,) int64; returns (S, *shape), boolean.
+
+    Example:
+        >>> few, more = (kept_units(torch.tensor([7]), 0, [n, 3], 0.5) for n in (2, 5))
+        >>> torch.equal(few, more[:, :2])
+        True
+    """
+    number = _mixed(keys + _signed(place * GOLDEN))
+    for size in shape:
+        number = number.unsqueeze(-1)
+        if not sizes_equal(size, 1):
+            number = _mixed(number + torch.arange(size, device=keys.device) * _signed(GOLDEN))
+    return ((number >> 11) & (2**53 - 1)) >= int(rate * 2**53)
+
+
+def _signed(number: int) -> int:
+    """A whole number modulo 2^64, as int64 has it."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _mixed(number: Tensor) -> Tensor:
+    """The finaliser of splitmix64 (Steele et al. 2014): int64 in, int64 out, products modulo 2^64."""
+    number = (number ^ ((number >> 30) & (2**34 - 1))) * _signed(0xBF58476D1CE4E5B9)
+    number = (number ^ ((number >> 27) & (2**37 - 1))) * _signed(0x94D049BB133111EB)
+    return number ^ ((number >> 31) & (2**33 - 1))

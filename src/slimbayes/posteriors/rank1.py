@@ -178,7 +178,7 @@ class Rank1Posterior(WeightPosterior):
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         current = linear.current or self.current
         drawn: Drawn = current.values.get(self.key) or self.values()
-        if drawn.r.shape[0] == 1 and linear.foldable and not self.additive:
+        if drawn.r.shape[0] == 1 and linear.absorbs and not self.additive:
             return linear.op(x, *self.materialise(linear, 0))
         every = drawn.lines if drawn.own is linear.bias and type(linear) is LinearMap else None
         # Rows come first, all that the pass has, and are too few for kernels.
@@ -231,10 +231,10 @@ class Rank1Posterior(WeightPosterior):
         """One of n lines. All are taken apart when the first is asked for: a lookup's gradient is as large as all."""
         if lines.shape[0] == 1 or torch.compiler.is_compiling():
             return lines.squeeze(0) if lines.shape[0] == 1 else lines[index]
-        apart, kind = self.current.apart, (id(lines), torch.is_grad_enabled())
-        if kind not in apart:
-            apart[kind] = lines, lines.unbind()
-        return apart[kind][1][index]
+        unbound, kind = self.current.unbound, (id(lines), torch.is_grad_enabled())
+        if kind not in unbound:
+            unbound[kind] = lines, lines.unbind()
+        return unbound[kind][1][index]
 
 
 def _alike(f: Factor) -> tuple[Any, ...]:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from slimbayes.engine import calls
-from slimbayes.engine.layout import arrays_of, is_opaque, map_arrays, padded
+from slimbayes.engine.layout import arrays_of, map_arrays, padded
+from slimbayes.engine.locate import batch_dim_of, layout_of
+from slimbayes.engine.objects import is_opaque
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.prediction.checks import check_inputs
 from slimbayes.prediction.draws import MOST_ROWS
@@ -124,7 +125,7 @@ def call_batch(model: nn.Module, batch: Any, inputs: int | None = None) -> tuple
 
 def rows_of(model: nn.Module, arrays: list[Any]) -> int:
     """The largest number of rows that one of these tensors can have."""
-    dim = calls.batch_dim_of(model) or 0
+    dim = batch_dim_of(model) or 0
     return max((leaf.shape[dim] for leaf in map(padded, arrays) if leaf.dim() > dim), default=1)
 
 
@@ -134,7 +135,7 @@ def _slices(model: nn.Module, inputs: tuple[Any, Any], many: int, chunk: int | N
     if not posteriors_in(model) or (chunk is None and many <= most):
         yield inputs
         return
-    dim = calls.batch_dim_of(model) or 0
+    dim = batch_dim_of(model) or 0
 
     def first(i: int, leaf: Any) -> Any:
         alike = isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == many
@@ -142,9 +143,9 @@ def _slices(model: nn.Module, inputs: tuple[Any, Any], many: int, chunk: int | N
 
     # Rows are located on a few: a proof with all of them would take the memory that cutting is to save.
     few = map_arrays(first, inputs) if many > MOST_ROWS else inputs
-    layout = calls.layout_of(model, few[0], few[1], posteriors_in(model))
+    layout = layout_of(model, few[0], few[1], posteriors_in(model))
     rows = layout.rows(inputs)
-    if rows <= most or not layout.apart:  # rows that cannot be told apart stay together
+    if rows <= most or not layout.rowwise:  # rows that cannot be told apart stay together
         yield inputs
         return
     for start in range(0, rows, most):

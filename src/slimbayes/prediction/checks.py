@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from slimbayes.engine import calls
 from slimbayes.engine.layout import arrays_of
+from slimbayes.engine.locate import batch_dim_of
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.engine.quiet import Quiet
 from slimbayes.engine.trial import undisturbed
@@ -48,7 +48,7 @@ def check_inputs(model: nn.Module, inputs: tuple[Any, Any], before: int = 0) -> 
             continue  # a sum of large numbers may be infinite
         at = (~values.isfinite()).nonzero()[0].tolist()
         value, where = values[tuple(at)].item(), f"at {tuple(at)}"
-        dim = calls.batch_dim_of(model) or 0
+        dim = batch_dim_of(model) or 0
         if not isinstance(arrays_of(inputs)[number], PackedSequence) and dim < len(at):
             row = before + at.pop(dim)
             where = f"row {row}" + (f", column {at[0]}" if len(at) == 1 else f", at {tuple(at)}" if at else "")

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.engine import calls, noise, passes
-from slimbayes.engine.calls import Fold, stack_draws
+from slimbayes.engine.calls import Fold
 from slimbayes.engine.layout import arrays_of, padded, tree_map
+from slimbayes.engine.locate import layout_of
 from slimbayes.engine.noise import Seed
-from slimbayes.engine.objects import copy_containers
+from slimbayes.engine.objects import copy_containers, stack_draws
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.trial import takes_derivatives
 from slimbayes.posteriors.base import Support
@@ -65,7 +66,7 @@ class Draws:
         at_once = min(draws, self._at_once((args, kwargs)))
         countable = self.share and draws > 1 and self.members == 1 and all(p.countable for p in self.posteriors)
         # The user's own noise differs between draws that picked alike.
-        if countable and (self.fold is False or not calls.layout_of(self.model, args, kwargs, self.posteriors).random):
+        if countable and (self.fold is False or not layout_of(self.model, args, kwargs, self.posteriors).random):
             yield from self._distinct(args, kwargs, start, draws, at_once)
             return
         for first in range(start, start + draws, at_once):
@@ -79,7 +80,7 @@ class Draws:
         return self._run_call(lambda: calls.sampled(*call, new.total, self.fold, new, share=self.share, seed=own))
 
     def _run_plain(self, args: Any, kwargs: Any) -> Any:
-        return calls.stack_draws([self.model(*args, **kwargs)])
+        return stack_draws([self.model(*args, **kwargs)])
 
     def _run_call(self, call: Callable[[], Any]) -> Any:
         """What a call returns, without gradients unless the model's own forward takes derivatives."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from slimbayes.engine import calls, noise
 from slimbayes.engine.layout import Layout
+from slimbayes.engine.locate import batch_dim_of, layout_of
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.sharing import evaluating
@@ -96,7 +97,7 @@ def export(
     check_draws("export", draws)
     if noise not in ("fixed", "input"):
         raise ValueError(f"noise must be 'fixed' or 'input', got {noise!r}.")
-    dim = calls.batch_dim_of(model) or 0
+    dim = batch_dim_of(model) or 0
     if not args or not all(isinstance(x, Tensor) and x.dim() for x in args) or _rows(args[0], dim) < 2:
         raise ValueError("export needs an example of two rows at least: a tensor, or a tuple of those the model takes.")
     check_finite(model)
@@ -162,7 +163,7 @@ class Graph(nn.Module):
         self.register_buffer("noise", torch.cat(blocks, 1) if fixed else None)
         for key, numbers in held.keys.items():
             self.register_buffer(f"keys_{key}", numbers)
-        self.layout = calls.layout_of(model, args, {}, self.posteriors) if self.posteriors else Layout()
+        self.layout = layout_of(model, args, {}, self.posteriors) if self.posteriors else Layout()
         self.folded = self.layout.folds and len(self.kept) == self.total > 1
 
     def forward(self, *inputs: Tensor) -> Any:
@@ -187,7 +188,7 @@ class Graph(nn.Module):
         new = held.view(self.total * self.layout.rows((args, {})), known)
         if self.folded:
             return select(calls.run_draws(self.model, self.posteriors, args, {}, new, self.layout, folds=True), None)
-        parts = [calls.finish(new.single(j, known), self.posteriors, self.model, args, {}) for j in self.kept]
+        parts = [calls.run_pass(new.single(j, known), self.posteriors, self.model, args, {}) for j in self.kept]
         return torch.stack([select(part, None) for part in parts])
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from slimbayes.convert.convert import conversions_of, debayesianize
 from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.calls import Fold
-from slimbayes.engine.layout import arrays_of, is_opaque
+from slimbayes.engine.layout import arrays_of
 from slimbayes.engine.noise import Seed
-from slimbayes.engine.objects import copy_containers
+from slimbayes.engine.objects import copy_containers, is_opaque, stack_draws
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.state import copy_modules
 from slimbayes.layers.base import BayesLayer, Converted
@@ -91,7 +91,7 @@ def sample(
     if not posteriors:
         with noise.own_noise(None if seed is None else noise.seed_of(seed), device_of(model)):
             every = (copy_containers((args, kwargs)) for _ in range(draws))
-            return calls.stack_draws([model(*own, **options) for own, options in every])
+            return stack_draws([model(*own, **options) for own, options in every])
     held = passes.of(posteriors[0].key)
     held = None if held is not None and passes.recomputing(held) else held
     if held is not None and not held.held:
