@@ -59,10 +59,6 @@ class Posterior(Keyed, ABC):
     selectable: bool = False  # whether `select` can keep some of several members
     oriented: ClassVar[bool] = False  # whether inputs and outputs of the matrix have parameters of their own
     prior_of_factors: Any = None  # of rank-1 factors, where there are any and they have one
-    countable: bool = False  # whether each draw is one of a few functions, which `choices` tells apart
-    log_size: float = math.inf  # natural logarithm of how many different functions a draw of one member can be
-    size_is_bound: bool = False  # whether `log_size` is only known not to be too large
-    has_weights: bool = False  # whether this pass has a weight draw for each block of rows, which `materialise` gives
     note: str = ""  # what a summary should say about it
     noticed: bool = False  # whether a first pass has told which layers never ran
     alone: bool = False  # whether it was told that a part of a model was called by itself
@@ -115,6 +111,32 @@ class Posterior(Keyed, ABC):
         """Forget running statistics, where members have their own."""
 
     @property
+    def is_point(self) -> bool:
+        """Whether nothing is drawn: each member is one function."""
+        return not self.late and self.widths(True) == (0, 0)
+
+    @property
+    def countable(self) -> bool:
+        """Whether each draw is one of a few functions, which `choices` tells apart."""
+        return self.is_point
+
+    def choices(self) -> Tensor:
+        """Which of a few functions each draw of this pass is, as integers (n,), where draws are countable."""
+        return self.pick(torch.arange(self.members, device=self.device), self.drawn)
+
+    @property
+    def log_size(self) -> float:
+        """Natural logarithm of how many different functions a draw of one member can be; of what is drawn late at
+        least, since only its input tells.
+        """
+        return 0.0 if self.is_point else math.inf
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether this pass has a weight draw for each block of rows, which `materialise` gives."""
+        return False
+
+    @property
     def current(self) -> Pass:
         """The pass under way that has draws of this posterior."""
         found = passes.of(self.key)
@@ -144,10 +166,6 @@ class Posterior(Keyed, ABC):
         """Whether the parameters are split over processes (FSDP2)."""
         return hasattr(self.anchor, "full_tensor")
 
-    def choices(self) -> Tensor:
-        """Which of a few functions each draw of this pass is, as integers (n,), where draws are countable."""
-        raise NotImplementedError
-
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Lines s (n, in), r (n, out), bias (n, out) or None of this pass, if they make (W (x o s)) o r + b + bias."""
         return None
@@ -162,8 +180,7 @@ class Posterior(Keyed, ABC):
 
     def support(self) -> Support | None:
         """The values that draws of one member can take; None where they cannot be listed."""
-        one = self.log_size == 0.0 and not self.late  # what is drawn late has a size that only its input tells
-        return Support(0, torch.zeros(1, 0), torch.ones(1)) if one else None
+        return Support(0, torch.zeros(1, 0), torch.ones(1)) if self.is_point else None
 
     def against_prior(self) -> list[tuple[Tensor, Tensor]]:
         """How far means are from the prior's, in its scales, and scales over the prior's, of what has both."""
@@ -206,8 +223,8 @@ class Posterior(Keyed, ABC):
 
     @property
     def by_row(self) -> bool:
-        """Whether a pass draws afresh for every row where rows can be told apart."""
-        return not self.blockwise and self.widths(True)[1] > 0
+        """Whether a pass draws in another way, for every row, where rows can be told apart."""
+        return not self.blockwise and self.widths(True) != self.widths(False)
 
     @property
     def per_row(self) -> bool:
@@ -273,7 +290,7 @@ class WeightPosterior(Posterior):
     """Draws are weight matrices; by default `values()` are deviations (n, *shape) from the layer's own weight."""
 
     @property
-    def has_weights(self) -> bool:  # type: ignore[override]
+    def has_weights(self) -> bool:
         return not self.per_row
 
     def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:

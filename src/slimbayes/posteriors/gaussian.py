@@ -125,7 +125,7 @@ class GaussianPosterior(WeightPosterior):
         return (weights, -(-(self.site.n_in + self.site.n_out) // 8)) if self.estimator == "flipout" else (0, 0)
 
     @property
-    def has_weights(self) -> bool:  # type: ignore[override]
+    def has_weights(self) -> bool:
         return self.noise.block.shape[1] > 0 and not self.per_row
 
     @classmethod
@@ -193,10 +193,6 @@ class GaussianPosterior(WeightPosterior):
         # Clamped: the root of an exact zero (a row of zeros) has no gradient. A normal float16 would be too large.
         root = variance.clamp_min(min(torch.finfo(variance.dtype).tiny * 1e4, 1e-7)).sqrt()
         return mean_plus_noise(mean, root, noise)
-
-    @property
-    def by_row(self) -> bool:
-        return self.estimator != "reparam" and not self.blockwise
 
     def _check_met_once(self, x: Tensor) -> None:
         """Refuse inputs in which a row meets the weights more than once: by positions, or by a second call."""

@@ -176,9 +176,6 @@ class JointFactors(Joint, Rank1Posterior):
     def prior_of_factors(self) -> Any:
         return self.prior
 
-    countable = False  # type: ignore[assignment]
-    log_size = math.inf  # type: ignore[assignment]
-
     def role(self, name: str) -> Role:
         return "scale" if name in ("log_scale", "lower", "directions") else "factor"
 

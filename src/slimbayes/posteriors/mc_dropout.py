@@ -51,7 +51,6 @@ class DropoutPosterior(Posterior):
 
     place: Tensor
     late = True
-    size_is_bound = True  # how many positions there are, or what a dropout layer sees, shows only when it runs
 
     def __init__(self, config: MCDropout, site: Site) -> None:
         super().__init__()
@@ -60,15 +59,14 @@ class DropoutPosterior(Posterior):
         self.register_buffer("place", torch.zeros(1), persistent=False)  # tells the device
 
     @property
-    def log_size(self) -> float:  # type: ignore[override]
+    def log_size(self) -> float:
         return self.units * math.log(2)
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return 0, 0
 
-    def realise(self, noise: Noise) -> list[Tensor]:
-        """Masks of a held pass, in the order in which a forward asks for them."""
-        return []
+    def realise(self, noise: Noise) -> None:
+        """Nothing, before the input is seen."""
 
     def kl(self) -> Tensor:
         return self.place.new_zeros(())

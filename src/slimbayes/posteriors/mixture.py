@@ -106,7 +106,7 @@ class MixturePosterior(WeightPosterior):
         return "logit" if name == "logits" else "component"
 
     @property
-    def log_size(self) -> float:  # type: ignore[override]
+    def log_size(self) -> float:
         return math.inf if self.config.sigma else self.picks * math.log(self.components)
 
     def support(self) -> Support | None:
@@ -151,7 +151,7 @@ class MixturePosterior(WeightPosterior):
         return Assigned(weight.unflatten(-1, self.site.shape), bias, eps)
 
     @property
-    def countable(self) -> bool:  # type: ignore[override]
+    def countable(self) -> bool:
         shared = self.config.assignment in ("layer", "model") and self.config.draws == "forward"
         return (shared or self.components == 1) and not self.config.sigma
 

@@ -16,7 +16,6 @@ Sizes: K members, n draws of a pass, p rank, in and out the channels of the laye
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -64,7 +63,7 @@ class Rank1Posterior(WeightPosterior):
 
     @property
     def prior_of_factors(self) -> Any:  # type: ignore[override]
-        return None if self.countable else self.r.prior
+        return None if self.is_point else self.r.prior
 
     @torch.no_grad()
     def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
@@ -91,17 +90,6 @@ class Rank1Posterior(WeightPosterior):
     def anchor(self) -> Tensor:
         return self._modules["r"]._parameters["loc"]  # type: ignore[union-attr, return-value]
 
-    @property
-    def countable(self) -> bool:  # type: ignore[override]
-        return self.r.family is Point and self.s.family is Point
-
-    def choices(self) -> Tensor:
-        return self.pick(torch.arange(self.members, device=self.device), self.drawn)
-
-    @property
-    def log_size(self) -> float:  # type: ignore[override]
-        return 0.0 if self.countable else math.inf
-
     def widths(self, rowwise: bool) -> tuple[int, int]:
         width = self.r.width + self.s.width
         return (0, width) if self.rowwise and rowwise else (width, 0)
@@ -110,7 +98,7 @@ class Rank1Posterior(WeightPosterior):
         return self.dense and self.rowwise and seeded(self.r.width + self.s.width, rows, self.anchor)
 
     @property
-    def has_weights(self) -> bool:  # type: ignore[override]
+    def has_weights(self) -> bool:
         return not self.per_row or self.drawn == 1
 
     def realise(self, noise: Noise) -> Drawn:
