@@ -166,7 +166,7 @@ MUTATIONS = [
         "return own(*args, **kwargs)",
         'test_review_entries.py -k "method or generate"',
     ),
-    Mutation("noticed-once", "    posteriors[0].noticed = True\n", "", "test_engine.py -k never"),
+    Mutation("noticed-once", "    posteriors[0].told_of_unused = True\n", "", "test_engine.py -k never"),
     # The proof of rows.
     Mutation("proof-some-rows", "self._change(some, double, out2)", "pass", "test_engine.py -k within_a_batch"),
     Mutation("proof-first-half", "self._change(~second, double, out2)", "pass", "test_engine.py -k wrong_folding"),

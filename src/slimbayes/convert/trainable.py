@@ -54,7 +54,7 @@ def freeze(model: nn.Module, heads: Sequence[str]) -> list[str]:
     Adam takes them anywhere.
     """
     trains, in_head = is_saved_name(model, heads), _is_inside(heads)
-    offsets = {id(q._parameters.get(name)) for q in posteriors_of(model) for name in q.offsets}
+    offsets = {id(p) for q in posteriors_of(model) for name, p in q.named_parameters() if q.role(name) == "offset"}
     frozen = [name for name, p in model.named_parameters() if p.requires_grad and not trains(name)]
     biases = [name for name, p in model.named_parameters() if id(p) in offsets and not in_head(name)]
     for name in frozen + biases:

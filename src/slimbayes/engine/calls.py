@@ -139,8 +139,9 @@ def _tell_of_part(module: nn.Module, posteriors: Sequence[Any], rows: int) -> No
         return
     part = posteriors[0].name if "_slimbayes" not in module.__dict__ else ""
     before, _PART.latest = getattr(_PART, "latest", None), (part, posteriors[0].conversion, rows)
-    if part and before and before[0] not in ("", part) and before[1:] == _PART.latest[1:] and not posteriors[0].alone:
-        posteriors[0].alone = True
+    told = posteriors[0].told_of_part
+    if part and before and before[0] not in ("", part) and before[1:] == _PART.latest[1:] and not told:
+        posteriors[0].told_of_part = True
         warnings.warn(
             f"{posteriors[0].name or type(module).__name__} is called by itself after another part: each such call "
             f"shares its rows out among members anew, so that parts which belong together (net.head(net.body(x)), a "

@@ -232,11 +232,11 @@ def warn_of_loop(layout: Layout, what: str) -> None:
 
 def warn_of_unused(posteriors: Sequence[Any], done: passes.Pass, function: Any = None, out: Any = None) -> None:
     """After the first pass, say which layers never ran: their posteriors have no part in any prediction."""
-    if torch.compiler.is_compiling() or posteriors[0].noticed:
+    if torch.compiler.is_compiling() or posteriors[0].told_of_unused:
         return
     if isinstance(function, nn.Module) and any("_orig_mod" in m._modules for m in passes.modules_of(function)):
         return  # compiled code leaves no trace in `met`
-    posteriors[0].noticed = True
+    posteriors[0].told_of_unused = True
     silent = [p for p in posteriors if p.layer is not None and p.layer.trace_of(p) not in done.met]
     for posterior in silent:
         posterior.note = "did not run in the first pass"

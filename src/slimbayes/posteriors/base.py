@@ -28,8 +28,9 @@ from slimbayes.posteriors.configs.base import Config as Config
 from slimbayes.posteriors.configs.base import SiteConfig as SiteConfig
 
 # What a parameter is to an optimizer. Weights of the network or of a member of it, and components that a layer picks
-# from, train at the network's pace; scales, factors and logits are variational, with a pace of their own and no decay.
-Role = Literal["weight", "component", "scale", "factor", "logit"]
+# from, train at the network's pace; the others are variational, with a pace of their own and no decay: scales, factors,
+# logits, and offsets, which members add to the layer's own bias and which are frozen with it.
+Role = Literal["weight", "component", "scale", "factor", "logit", "offset"]
 
 
 class Support(NamedTuple):
@@ -47,22 +48,18 @@ class Support(NamedTuple):
 class Posterior(Keyed, ABC):
     """Variational parameters of one weight matrix, their draws and their KL. `forward(x, linear)` applies a draw."""
 
-    members: int = 1  # K
+    # What the conversion sets.
     name: str = ""  # for messages: "encoder.fc1.weight"
     site: Site  # the matrix of its layer that it is for
+    blockwise: bool = False  # one draw serves a whole block of rows, never a single one
+    # What a method says of itself.
+    members: int = 1  # K
+    late: bool = False  # it draws while its layer runs, when the shape of the input is known
     own_role: ClassVar[Role] = "weight"  # what the layer's own weight and bias are to it
     regularises_mean: bool = False  # whether the KL already holds a prior on the layer's own weight
     regularises_bias: bool = False  # and on its bias
-    offsets: ClassVar[tuple[str, ...]] = ()  # parameters that add to the layer's own bias
-    late: bool = False  # it draws while its layer runs, when the shape of the input is known
-    blockwise: bool = False  # one draw serves a whole block of rows, never a single one
-    selectable: bool = False  # whether `select` can keep some of several members
-    oriented: ClassVar[bool] = False  # whether inputs and outputs of the matrix have parameters of their own
-    prior_of_factors: Any = None  # of rank-1 factors, where there are any and they have one
+    oriented: ClassVar[bool] = False  # it scales inputs and outputs: a layer tied the other way round cannot share it
     note: str = ""  # what a summary should say about it
-    noticed: bool = False  # whether a first pass has told which layers never ran
-    alone: bool = False  # whether it was told that a part of a model was called by itself
-    conversion: int = 0  # its number
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +86,9 @@ class Posterior(Keyed, ABC):
         """KL to the prior, summed over elements and members: a scalar."""
 
     def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
-        """Keep these members, of which there are several, in this order; `tied` are other layers that share it."""
+        """Keep these members, of which there are several, in this order; `tied` are other layers that share it. Where
+        members cannot be told apart from the parameters a method leaves this as it is.
+        """
         raise NotImplementedError
 
     def role(self, name: str) -> Role:

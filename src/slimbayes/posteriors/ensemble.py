@@ -141,8 +141,6 @@ def _respread(parameter: Tensor, own: Tensor) -> bool:
 class Members(Posterior):
     """K whole modules of which one serves each block of rows: nothing is drawn, and there is no KL."""
 
-    selectable = True
-
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return 0, 0
 

@@ -177,7 +177,7 @@ class JointFactors(Joint, Rank1Posterior):
         return self.prior
 
     def role(self, name: str) -> Role:
-        return "scale" if name in ("log_scale", "lower", "directions") else "factor"
+        return "scale" if name in ("log_scale", "lower", "directions") else Rank1Posterior.role(self, name)
 
     def means(self) -> Tensor:
         r, s = widen(self.r.loc).squeeze(1), widen(self.s.loc).squeeze(1)

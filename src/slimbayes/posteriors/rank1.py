@@ -57,12 +57,11 @@ class Rank1Posterior(WeightPosterior):
         self.dense &= config.perturbation == "multiplicative"
         self.additive = config.perturbation == "additive"
 
-    selectable = True
     oriented = True
-    offsets = ("bias",)
 
     @property
-    def prior_of_factors(self) -> Any:  # type: ignore[override]
+    def prior_of_factors(self) -> Any:
+        """The prior of r and s; none of points."""
         return None if self.is_point else self.r.prior
 
     @torch.no_grad()
@@ -84,7 +83,7 @@ class Rank1Posterior(WeightPosterior):
             self.bias = nn.Parameter(lines[1:] - lines[0], trains) if len(members) > 1 else None
 
     def role(self, name: str) -> Role:
-        return "scale" if name.endswith("rho") else "factor"
+        return "offset" if name == "bias" else "scale" if name.endswith("rho") else "factor"
 
     @property
     def anchor(self) -> Tensor:
