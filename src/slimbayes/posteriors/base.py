@@ -286,7 +286,9 @@ def recomputed() -> bool:
 
 
 class WeightPosterior(Posterior):
-    """Draws are weight matrices; by default `values()` are deviations (n, *shape) from the layer's own weight."""
+    """Draws are weight matrices. By default `values()` are deviations (n, *shape) from the layer's own weight, or a
+    pair: of the weight, and of the bias (n, out) or None.
+    """
 
     @property
     def has_weights(self) -> bool:
@@ -294,8 +296,14 @@ class WeightPosterior(Posterior):
 
     def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """Weights (n, *shape) and biases (n, out) of this pass's draws, or of some."""
-        weights = linear.weight + self.values()[draws].to(linear.weight.dtype)
-        return weights, None if linear.bias is None else linear.bias.expand(weights.shape[0], -1)
+        values = self.values()
+        change, shift = values if isinstance(values, tuple) else (values, None)
+        weights = linear.weight + linear.masked(change[draws]).to(linear.weight.dtype)
+        if linear.bias is None:
+            return weights, None
+        if shift is None:
+            return weights, linear.bias.expand(weights.shape[0], *linear.bias.shape)
+        return weights, linear.bias + shift[draws].to(linear.bias.dtype)
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         """Apply this pass's draw of the linear map to x."""

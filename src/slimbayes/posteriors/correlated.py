@@ -84,9 +84,8 @@ class CorrelatedPosterior(WeightPosterior):
 
     def realise(self, noise: Noise) -> Tensor:
         """Deviations from the mean, (d, *shape)."""
-        linear = self.linear_map()
-        free = self._free(linear)
-        return linear.masked(self.site.from_matrix(self.spread(self._normal(noise.block) * free)))
+        free = self._free(self.linear_map())
+        return self.site.from_matrix(self.spread(self._normal(noise.block) * free))
 
     def _normal(self, lines: Tensor) -> Tensor:
         return lines.reshape(-1, *self.site.matrix)

@@ -220,21 +220,13 @@ class JointWeights(Joint):
         own = [linear.weight, linear.bias] if self.site.bias and linear.bias is not None else [linear.weight]
         return torch.cat([widen(part).flatten() for part in own]).unsqueeze(0)
 
-    def at(self, deviation: Tensor, pick: Pick) -> tuple[Tensor, Tensor]:
-        """Deviations of the weights (n, *shape), and of the biases, (n, 0) where the layer has none."""
+    def at(self, deviation: Tensor, pick: Pick) -> tuple[Tensor, Tensor | None]:
+        """Deviations of the weights (n, *shape), and of the biases (n, out), where the layer has any."""
         weight, bias = deviation.tensor_split([math.prod(self.site.shape)], 1)
-        return weight.reshape(-1, *self.site.shape), bias
+        return weight.reshape(-1, *self.site.shape), bias if self.site.bias else None
 
     def _free(self, linear: LinearMap) -> Tensor | None:
         if linear.mask is None:
             return None
         weight = (linear.mask.expand(self.site.shape) != 0).flatten()
         return nn.functional.pad(weight, (0, self.size - len(weight)), value=True)
-
-    def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        change, shift = (part[draws] for part in self.values())
-        weights = linear.weight + linear.masked(change).to(linear.weight.dtype)
-        if linear.bias is None:
-            return weights, None
-        biases = linear.bias + shift.to(linear.bias.dtype) if self.site.bias else linear.bias
-        return weights, biases.expand(weights.shape[0], -1)

@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from slimbayes.distributions.families import widen
 from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise
-from slimbayes.engine.rows import LinearMap
 from slimbayes.layers import class_for, kind_of
 from slimbayes.layers.base import sites_of
 from slimbayes.layers.site import Site
@@ -145,21 +144,15 @@ class FlowPosterior(WeightPosterior):
             d = d + bent.unsqueeze(1) * u
         return d, log_det
 
-    def realise(self, noise: Noise) -> Tensor:
-        return self.deviations(noise.block)[0]
+    def realise(self, noise: Noise) -> tuple[Tensor, Tensor | None]:
+        """Deviations of the scales and of the biases, (n, *shape)."""
+        weight, bias = self.deviations(noise.block)[0].tensor_split([self.size], 1)
+        return weight.view(-1, *self.site.shape), bias.view(-1, *self.site.shape) if self.site.bias else None
 
     def _mean(self) -> Tensor:
         linear = self.linear_map()
         own = [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
         return torch.cat([widen(t).flatten() for t in own])
-
-    def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        """Scales and biases of this pass's draws, (n, *shape)."""
-        parts = self.values()[draws].split(self.size, 1)
-        weight = linear.weight + parts[0].view(-1, *self.site.shape).to(linear.weight.dtype)
-        if linear.bias is None or len(parts) == 1:
-            return weight, linear.bias
-        return weight, linear.bias + parts[1].view(-1, *self.site.shape).to(linear.bias.dtype)
 
     def _log_prior(self, values: Tensor) -> Tensor:
         """Log density of scales and biases (n, D) under their priors, (n,)."""
