@@ -25,8 +25,8 @@ from slimbayes.engine.locate import check_size
 from slimbayes.engine.noise import Seed, key, seed_of
 from slimbayes.engine.passes import Noise, Pass, Unproven
 from slimbayes.engine.sharing import evaluating
-from slimbayes.posteriors.joint_forms import Watched
 from slimbayes.posteriors.joint_normal import Joint
+from slimbayes.posteriors.joint_weights import Watched
 from slimbayes.prediction.batches import batches_of, rows_of
 from slimbayes.prediction.checks import check_draws, check_noise_rule
 from slimbayes.prediction.predict import select

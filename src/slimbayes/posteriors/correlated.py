@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import widen
+from slimbayes.distributions.scales import cholesky_factor
 from slimbayes.distributions.sums import sum_dtype
 from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import LinearMap
@@ -45,11 +46,7 @@ class Triangle(nn.Module):
 
     def matrix(self) -> Tensor:
         """The triangle (n, n), in float32 at least."""
-        log_scale = widen(self.log_scale)
-        unit = torch.eye(len(log_scale), dtype=log_scale.dtype, device=log_scale.device)
-        if self.below is not None:
-            unit = unit.masked_scatter(torch.ones_like(unit, dtype=torch.bool).tril(-1), widen(self.below))
-        return log_scale.exp().unsqueeze(1) * unit
+        return cholesky_factor(self.log_scale, self.below)
 
 
 class CorrelatedPosterior(WeightPosterior):

@@ -272,8 +272,8 @@ class JointNormal(FactorConfig):
         return 0.0 if self.over == "weights" else 0.5 * (site.n_in + site.n_out)
 
     def build(self, site: Site) -> Posterior:
-        from slimbayes.posteriors.joint_forms import JointFactors, KroneckerWeights, is_product
-        from slimbayes.posteriors.joint_normal import JointWeights
+        from slimbayes.posteriors.joint_normal import JointFactors
+        from slimbayes.posteriors.joint_weights import JointWeights, KroneckerWeights, is_product
 
         if self.over != "weights":
             return JointFactors(self, site)
