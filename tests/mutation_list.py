@@ -480,7 +480,7 @@ MUTATIONS = [
         "return gaussian - q.loc if isinstance",
         "test_distributions.py",
     ),
-    Mutation("kl-excess", "- _entropy(q) - excess", "- _entropy(q)", "test_distributions.py"),
+    Mutation("kl-excess", "- _entropy(q) - correction", "- _entropy(q)", "test_distributions.py"),
     Mutation("log-density", "log_prob(x.log()) - x.log()", "log_prob(x.log())", "test_distributions.py"),
     Mutation(
         "cauchy-draw", "torch.sign(noise) / torch.tan(", "torch.sign(noise) * torch.tan(", "test_distributions.py"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import slimbayes as sb
-from slimbayes.distributions.families import rho_from_scale
+from slimbayes.distributions.scales import rho_from_scale
 from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer, Converted

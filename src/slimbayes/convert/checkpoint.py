@@ -37,7 +37,7 @@ from slimbayes.errors import SlimbayesWarning, cut
 from slimbayes.files import FORMAT, CheckpointError, as_json, read_folder, write_folder
 from slimbayes.layers.base import Converted
 from slimbayes.posteriors import config_from_dict
-from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.configs.base import Config
 from slimbayes.train.elbo import check_finite
 
 

@@ -21,7 +21,7 @@ from slimbayes.layers import class_for
 from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import copied_class
 from slimbayes.layers.methods import MARK, Opens, class_before, open_passes, turn_off_fast_paths
-from slimbayes.posteriors.base import Config, SiteConfig
+from slimbayes.posteriors.configs.base import Config, SiteConfig
 from slimbayes.posteriors.configs.whole_modules import Ensemble
 from slimbayes.train.likelihoods import NOISE_RULE
 

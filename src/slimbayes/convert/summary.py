@@ -14,7 +14,7 @@ from slimbayes.engine.calls import total_draws
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers import bayes_class, class_for, kind_of
 from slimbayes.layers.base import Converted, sites_of
-from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.configs.base import Config
 
 
 @dataclass(frozen=True)

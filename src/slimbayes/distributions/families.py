@@ -21,10 +21,6 @@ import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
-from slimbayes.distributions.scales import dropout_scale as dropout_scale
-from slimbayes.distributions.scales import rho_from_scale as rho_from_scale
-from slimbayes.distributions.scales import scale_from_rho as scale_from_rho
-from slimbayes.distributions.scales import widen as widen
 from slimbayes.errors import brief, did_you_mean
 
 if TYPE_CHECKING:
@@ -33,7 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from slimbayes.distributions.priors import Sums
+    from slimbayes.distributions.priors import ScaleSums
 
     Value = float | Tensor
 else:
@@ -122,18 +118,18 @@ class Normal(_LocScale):
         >>> Normal(0.0, 1.0).gaussian_kl(torch.zeros(3), torch.zeros(3), fan_in=1)
         tensor(0.)
         """
-        from slimbayes.distributions.sums import excess, squared_norm
+        from slimbayes.distributions.sums import kl_of_scales, squared_norm
 
         loc, scale = float(self.loc), float(self.scale)
-        return excess(log_scale, math.log(scale)) + squared_norm(mean - loc if loc else mean) * (0.5 / scale**2)
+        return kl_of_scales(log_scale, math.log(scale)) + squared_norm(mean - loc if loc else mean) * (0.5 / scale**2)
 
-    def kl_of_sums(self, means: Sequence[Tensor], sums: Sums, fan_in: int) -> Tensor:
+    def kl_of_sums(self, means: Sequence[Tensor], sums: ScaleSums, fan_in: int) -> Tensor:
         """The same of weights whose scales are known by their sums, of layers that are `taken_with` each other."""
         from slimbayes.distributions.sums import squared_norms
 
         loc, scale = float(self.loc), float(self.scale)
         distance = squared_norms([mean - loc for mean in means] if loc else means) * (0.5 / scale**2)
-        return sums.excess(scale).to(means[0].dtype) + distance
+        return sums.kl(scale).to(means[0].dtype) + distance
 
 
 class Cauchy(_LocScale):

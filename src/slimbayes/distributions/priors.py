@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Sums(NamedTuple):
+class ScaleSums(NamedTuple):
     """What most priors need to know of the scales of n weights: sum log sigma and sum sigma^2, scalars."""
 
     size: int  # n
     log_scale: Tensor
     variance: Tensor
 
-    def excess(self, scale: float) -> Tensor:
+    def kl(self, scale: float) -> Tensor:
         """KL of the weights about the means of a prior with this scale."""
         return 0.5 * (self.variance / scale**2 - self.size) - (self.log_scale - self.size * math.log(scale))
 
@@ -68,7 +68,7 @@ class HeNormal(Distribution):
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
         return self.normal(fan_in).gaussian_kl(mean, log_scale, fan_in)
 
-    def kl_of_sums(self, means: Sequence[Tensor], sums: Sums, fan_in: int) -> Tensor:
+    def kl_of_sums(self, means: Sequence[Tensor], sums: ScaleSums, fan_in: int) -> Tensor:
         return self.normal(fan_in).kl_of_sums(means, sums, fan_in)
 
     def taken_with(self, fan_in: int) -> Any:
@@ -91,12 +91,12 @@ class TiedMean(Distribution):
     above_zero = ("scale",)
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
-        from slimbayes.distributions.sums import excess
+        from slimbayes.distributions.sums import kl_of_scales
 
-        return excess(log_scale, math.log(self.scale))
+        return kl_of_scales(log_scale, math.log(self.scale))
 
-    def kl_of_sums(self, means: Sequence[Tensor], sums: Sums, fan_in: int) -> Tensor:
-        return sums.excess(self.scale).to(means[0].dtype)
+    def kl_of_sums(self, means: Sequence[Tensor], sums: ScaleSums, fan_in: int) -> Tensor:
+        return sums.kl(self.scale).to(means[0].dtype)
 
     def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
         return Normal(mean, self.scale)
@@ -145,7 +145,7 @@ class EmpiricalBayes(Distribution):
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
         return self.kl_of_sums([mean], _sums(log_scale), fan_in)
 
-    def kl_of_sums(self, means: Sequence[Tensor], sums: Sums, fan_in: int) -> Tensor:
+    def kl_of_sums(self, means: Sequence[Tensor], sums: ScaleSums, fan_in: int) -> Tensor:
         a, b, n = self.concentration, self.rate, sums.size
         moment, variance = self._moment_and_variance(means, sums)
         divergence = 0.5 * (moment / variance + n * variance.log() - n) - sums.log_scale
@@ -158,15 +158,15 @@ class EmpiricalBayes(Distribution):
     def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
         return Normal(0.0, self._moment_and_variance([mean], _sums(log_scale))[1].sqrt())
 
-    def _moment_and_variance(self, means: Sequence[Tensor], sums: Sums) -> tuple[Tensor, Tensor]:
+    def _moment_and_variance(self, means: Sequence[Tensor], sums: ScaleSums) -> tuple[Tensor, Tensor]:
         from slimbayes.distributions.sums import squared_norms
 
         moment = sums.variance + squared_norms(means)
         return moment, (moment + 2 * self.rate) / (sums.size + 2 * self.concentration + 2)
 
 
-def _sums(log_scale: Tensor) -> Sums:
-    return Sums(log_scale.numel(), log_scale.sum(), (2 * log_scale).exp().sum())
+def _sums(log_scale: Tensor) -> ScaleSums:
+    return ScaleSums(log_scale.numel(), log_scale.sum(), (2 * log_scale).exp().sum())
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Products and sums over all weights of a matrix in few passes: backward computes anew what autograd would have kept.
 
-    outer(u, v)          u v^T
-    sum_log_outer(u, v)  sum log(u v^T)
-    excess(l, c)         sum (e^t - 1 - t) / 2,   t = 2 (l - c)
-    squared_norm(x)      sum x^2
-    squared_norms(xs)    the same over many tensors
-    shifted(m, s, e)     m + s o e
+    outer(u, v)               u v^T
+    sum_log_outer(u, v)       sum log(u v^T)
+    kl_of_scales(l, c)        sum (e^t - 1 - t) / 2,   t = 2 (l - c)
+    squared_norm(x)           sum x^2
+    squared_norms(xs)         the same over many tensors
+    mean_plus_noise(m, s, e)  m + s o e
 
 Each has a twin in plain operations, for compilers, torch.func and sharded tensors.
 
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import widen
 from slimbayes.distributions.joining import by_hand, joined_among
+from slimbayes.distributions.scales import widen
 from slimbayes.kernels import LARGE, ready
 
 
@@ -59,14 +59,15 @@ def sum_log_outer(u: Tensor, v: Tensor) -> Tensor:
     return _SumLogOuter.apply(u, v)
 
 
-def excess(log_scale: Tensor, log_prior: float) -> Tensor:
-    """Sum of (e^t - 1 - t) / 2 with t = 2 log(scale / prior): exact at t = 0, and never negative. A scalar.
+def kl_of_scales(log_scale: Tensor, log_prior: float) -> Tensor:
+    """KL between normals of one mean: the sum of (e^t - 1 - t) / 2 with t = 2 log(scale / prior), exact at t = 0, and
+    never negative. A scalar.
 
-    >>> excess(torch.zeros(3), 0.0), excess(torch.ones(1), 0.0)  # (e^2 - 3) / 2
+    >>> kl_of_scales(torch.zeros(3), 0.0), kl_of_scales(torch.ones(1), 0.0)  # (e^2 - 3) / 2
     (tensor(0.), tensor(2.1945))
     """
     if not by_hand(log_scale):
-        return _Excess.apply(log_scale, log_prior)
+        return _KLOfScales.apply(log_scale, log_prior)
     t = 2 * (log_scale - log_prior)
     return 0.5 * (t.expm1() - t).sum()
 
@@ -79,7 +80,7 @@ def mean_plus_noise(mean: Tensor, scale: Tensor, noise: Tensor) -> Tensor:
     """
     if by_hand(mean) or noise.requires_grad or not mean.dtype == scale.dtype == noise.dtype:
         return mean + scale * noise
-    return _Shifted.apply(mean, scale, noise)
+    return _MeanPlusNoise.apply(mean, scale, noise)
 
 
 def squared_norm(x: Tensor) -> Tensor:
@@ -157,7 +158,7 @@ class _SumLogOuter(torch.autograd.Function):
         return gradient * of_u, gradient * of_v
 
 
-class _Excess(torch.autograd.Function):
+class _KLOfScales(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, log_scale: Tensor, log_prior: float) -> Tensor:
         ctx.save_for_backward(log_scale)
@@ -209,7 +210,7 @@ class _SquaredNorms(torch.autograd.Function):
         return None, None, *[g if need else None for g, need in zip(found, ctx.needs_input_grad[2:], strict=True)]
 
 
-class _Shifted(torch.autograd.Function):
+class _MeanPlusNoise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mean: Tensor, scale: Tensor, noise: Tensor) -> Tensor:
         ctx.save_for_backward(noise)

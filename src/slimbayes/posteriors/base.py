@@ -1,6 +1,6 @@
-"""The abstract Config and Posterior: what a method must provide, and the only thing the rest of the library sees.
+"""The abstract Posterior: what a method must provide, and with its Config (configs/base.py) the only thing that the
+rest of the library sees.
 
-    Config, SiteConfig  what a user chooses (configs/base.py)
     Posterior           draws of one weight matrix (or module) and their KL
     WeightPosterior     a Posterior whose draws are weight matrices
 
@@ -24,8 +24,6 @@ from slimbayes.engine.noise import kernel_seed
 from slimbayes.engine.passes import Keyed, Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.configs.base import Config as Config
-from slimbayes.posteriors.configs.base import SiteConfig as SiteConfig
 
 # What a parameter is to an optimizer. Weights of the network or of a member of it, and components that a layer picks
 # from, train at the network's pace; the others are variational, with a pace of their own and no decay: scales, factors,

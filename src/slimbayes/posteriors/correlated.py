@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import widen
-from slimbayes.distributions.scales import cholesky_factor
+from slimbayes.distributions.scales import cholesky_factor, widen
 from slimbayes.distributions.sums import sum_dtype
 from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import LinearMap

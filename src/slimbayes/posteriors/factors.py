@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import Cauchy, Distribution, Normal, Point, rho_from_scale, scale_from_rho, widen
+from slimbayes.distributions.families import Cauchy, Distribution, Normal, Point
 from slimbayes.distributions.joining import by_hand, side_by_side
+from slimbayes.distributions.scales import rho_from_scale, scale_from_rho, widen
 from slimbayes.engine.blocks import Spread, keep_in_memory, spread_of
 from slimbayes.engine.fused import Seeded
 from slimbayes.engine.passes import Pass

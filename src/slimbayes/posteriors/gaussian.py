@@ -31,9 +31,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import Normal, widen
+from slimbayes.distributions.families import Normal
 from slimbayes.distributions.priors import TiedMean, gaussian_log_ratio, prior_of_biases
-from slimbayes.distributions.scales import rademacher
+from slimbayes.distributions.scales import rademacher, widen
 from slimbayes.distributions.sums import mean_plus_noise
 from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise, Pass

@@ -21,8 +21,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import Normal, widen
-from slimbayes.distributions.scales import cholesky_factor
+from slimbayes.distributions.families import Normal
+from slimbayes.distributions.scales import cholesky_factor, widen
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import widen
+from slimbayes.distributions.scales import widen
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.configs.rank1 import JointNormal

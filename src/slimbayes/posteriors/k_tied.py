@@ -25,8 +25,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import widen
-from slimbayes.distributions.priors import Sums
+from slimbayes.distributions.priors import ScaleSums
+from slimbayes.distributions.scales import widen
 from slimbayes.distributions.sums import negligible, outer, sum_dtype, sum_log_outer
 from slimbayes.engine.fused import product_type
 from slimbayes.engine.rows import LinearMap
@@ -96,7 +96,7 @@ class KTiedPosterior(GaussianPosterior):
         return terms
 
     @staticmethod
-    def sums_of(posteriors: Sequence[KTiedPosterior]) -> Sums:
+    def sums_of(posteriors: Sequence[KTiedPosterior]) -> ScaleSums:
         """Sums of log sigma and sigma^2 over the weights of posteriors of one rank: of thin factors alone, which are
         joined, but for sum log sigma where k > 1.
         """
@@ -118,7 +118,7 @@ class KTiedPosterior(GaussianPosterior):
             pairs = zip(near[1::2], near[0::2], strict=True)
             log_scale = log_scale + torch.stack([sum_log_outer(b, a) for b, a in pairs]).sum()
         size = sum(m * n for m, n in (p.site.matrix for p in posteriors))
-        return Sums(size, log_scale, (u[:, :-2] * v[:, :-2]).sum())
+        return ScaleSums(size, log_scale, (u[:, :-2] * v[:, :-2]).sum())
 
     def _local(self, x: Tensor, linear: LinearMap) -> Tensor:
         y = self._by_kernel(x, linear)

@@ -29,8 +29,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import widen
 from slimbayes.distributions.kl import marginal_cost
+from slimbayes.distributions.scales import widen
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site

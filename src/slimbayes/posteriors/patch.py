@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import widen
+from slimbayes.distributions.scales import widen
 from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise
 from slimbayes.layers import class_for, kind_of

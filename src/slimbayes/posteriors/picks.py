@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import widen
 from slimbayes.distributions.joining import side_by_side
+from slimbayes.distributions.scales import widen
 from slimbayes.engine.blocks import is_exporting, keep_in_memory
 from slimbayes.engine.modules import places_of, plan_once
 from slimbayes.engine.passes import Pass

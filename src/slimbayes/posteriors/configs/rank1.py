@@ -17,9 +17,8 @@ from slimbayes.distributions.families import (
     Point,
     Signs,
     check_pair,
-    dropout_scale,
-    rho_from_scale,
 )
+from slimbayes.distributions.scales import dropout_scale, rho_from_scale
 from slimbayes.posteriors.configs.base import Count, Family, NotNegative, Positive, SiteConfig, Whole, check_number
 
 if TYPE_CHECKING:
