@@ -508,8 +508,8 @@ MUTATIONS = [
     Mutation("noise-floor", "(LEAST_NOISE**2 + wide.square()).sqrt()", "wide", "test_objective.py"),
     Mutation(
         "posterior-rate",
-        "posterior_lr_multiplier if at[1] else 1.0",
-        "posterior_lr_multiplier if at[0] else 1.0",
+        "posterior_lr_multiplier if group.variational else 1.0",
+        "posterior_lr_multiplier if group.of_posterior else 1.0",
         "test_engine.py -k multiplier",
     ),
     Mutation(

@@ -24,6 +24,7 @@ from torch import Tensor
 from slimbayes.engine.blocks import is_exporting
 from slimbayes.errors import did_you_mean
 from slimbayes.train import Form as Form
+from slimbayes.train import LikelihoodName as LikelihoodName
 from slimbayes.train.fisher import BINARY, CLASSES, MEANS, MEANS_AND_SCALES, Fisher
 from slimbayes.train.targets import (
     FORMS,
@@ -39,7 +40,6 @@ from slimbayes.train.targets import (
     scale_for,
 )
 
-LikelihoodName = Literal["categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian"]
 # Of a heteroscedastic head, in units of the targets' standard deviation: its bounds, and what a softplus of one is.
 LEAST_NOISE, MOST_NOISE, UNIT_NOISE = NOISE_RULE = (0.03, 3.0, 0.3)
 

@@ -8,15 +8,16 @@ Sizes: N rows, C classes.
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from slimbayes.errors import SlimbayesWarning, did_you_mean
+from slimbayes.train import Form, LikelihoodName
 
-FORMS = ("average", "mixture", "probs", "logits")
-_KINDS = ("categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian")
+FORMS: tuple[str, ...] = get_args(Form)
+_LIKELIHOODS: tuple[str, ...] = get_args(LikelihoodName)
 
 
 def check_targets(
@@ -36,8 +37,8 @@ def check_targets(
         Traceback (most recent call last):
         ValueError: Targets must be class indices from 0 to 2, got 3 in row 2.
     """
-    if likelihood not in _KINDS:
-        raise ValueError(f"Unknown likelihood {likelihood!r}{did_you_mean(likelihood, _KINDS)}")
+    if likelihood not in _LIKELIHOODS:
+        raise ValueError(f"Unknown likelihood {likelihood!r}{did_you_mean(likelihood, _LIKELIHOODS)}")
     values = torch.as_tensor(target)
     check_some(values)
     if likelihood == "categorical":
