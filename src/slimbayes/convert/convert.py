@@ -23,6 +23,7 @@ from slimbayes.layers.copied import copied_class
 from slimbayes.layers.methods import MARK, Opens, class_before, open_passes, turn_off_fast_paths
 from slimbayes.posteriors.configs.base import Config, SiteConfig
 from slimbayes.posteriors.configs.whole_modules import Ensemble
+from slimbayes.posteriors.ensemble import copies
 from slimbayes.train.likelihoods import NOISE_RULE
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -189,7 +190,7 @@ def _posteriors(decision: Decision, layer: nn.Module, device: torch.device) -> t
     """
     assert decision.config is not None
     if isinstance(decision.config, Ensemble):
-        members = decision.config.copies(layer)
+        members = copies(decision.config, layer)
         members.name = decision.name
         names = () if any(True for _ in layer.children()) else tuple(layer._parameters)
         return copied_class(type(layer), names), nn.ModuleDict({"members": members}).train(layer.training)

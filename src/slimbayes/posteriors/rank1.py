@@ -34,7 +34,7 @@ from slimbayes.kernels import LARGE
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import Role, WeightPosterior
 from slimbayes.posteriors.configs.rank1 import Rank1
-from slimbayes.posteriors.factors import Alike, Drawn, Factor, factor_of, group_by, joint
+from slimbayes.posteriors.factors import Alike, Drawn, Factor, group_by, joint
 
 
 class Rank1Posterior(WeightPosterior):
@@ -44,8 +44,8 @@ class Rank1Posterior(WeightPosterior):
         super().__init__()
         if site.whole and config.perturbation == "additive":
             raise ValueError("additive factors need a layer whose inputs are known; use perturbation='multiplicative'")
-        self.r = factor_of(config, site.n_out, config.random in ("both", "r"))
-        self.s = factor_of(config, site.n_in, config.random in ("both", "s"))
+        self.r = Factor(config, site.n_out, config.random in ("both", "r"))
+        self.s = Factor(config, site.n_in, config.random in ("both", "s"))
         # Member 0 has the layer's own bias. K - 1 offsets then give K independent biases, the paper's count.
         offsets = config.members - 1 if site.bias and config.member_bias else 0
         self.bias = nn.Parameter(torch.zeros(offsets, site.n_out)) if offsets else None

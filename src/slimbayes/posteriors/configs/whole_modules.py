@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from slimbayes.layers.site import Site
     from slimbayes.posteriors.base import Posterior
-    from slimbayes.posteriors.ensemble import EnsemblePosterior
 
 
 Execution = Literal["auto", "loop", "batched"]
@@ -72,12 +71,6 @@ class Ensemble(Config):
 
     def extra_parameters(self, layer: nn.Module, sites: Sequence[Site]) -> list[Tensor]:
         return [p for _ in range(self.members - 1) for p in layer.parameters()]
-
-    def copies(self, module: nn.Module) -> EnsemblePosterior:
-        """The posterior of one module: its K - 1 further members."""
-        from slimbayes.posteriors.ensemble import copies
-
-        return copies(self, module)
 
 
 @dataclass(frozen=True, kw_only=True)
