@@ -194,7 +194,9 @@ MUTATIONS = [
     Mutation("trial-parameters", "            data.copy_(old)\n", "", "test_outsiders.py -k trials_leave"),
     Mutation("longest-of-all", "if copies else ()\n", "if False else ()\n", "test_outsiders.py -k cut_sequences"),
     Mutation("steps-no-rows", "if looped and along:", "if False:", "test_outsiders.py -k run_one_by_one"),
-    Mutation("late-of-seed", "self.current.stream is not None and", "False and", "test_outsiders.py -k drawn_late"),
+    Mutation(
+        "late-of-seed", "kept = current.stream is not None and", "kept = False and", "test_outsiders.py -k drawn_late"
+    ),
     Mutation("proof-used", "    if probe.quiet.used:\n", "    if False:\n", "test_engine.py -k wrong_folding"),
     Mutation(
         "proof-outputs",

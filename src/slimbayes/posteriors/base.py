@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from slimbayes.engine import passes
 from slimbayes.engine.modules import noise_type
-from slimbayes.engine.noise import kernel_seed
 from slimbayes.engine.passes import Keyed, Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
@@ -73,7 +72,7 @@ class Posterior(Keyed, ABC):
 
     @abstractmethod
     def realise(self, noise: Noise) -> Any:
-        """Turn noise into draws; `pick` tells members apart."""
+        """Turn noise into draws; `by_member` tells members apart."""
 
     def centre(self, block: Tensor) -> Tensor:
         """The noise behind the posterior's mean, or median, in the shape of some noise (n, width)."""
@@ -119,7 +118,7 @@ class Posterior(Keyed, ABC):
 
     def choices(self) -> Tensor:
         """Which of a few functions each draw of this pass is, as integers (n,), where draws are countable."""
-        return self.pick(torch.arange(self.members, device=self.device), self.drawn)
+        return self.by_member(torch.arange(self.members, device=self.device), self.drawn)
 
     @property
     def log_size(self) -> float:
@@ -205,7 +204,7 @@ class Posterior(Keyed, ABC):
         current.values[self.key] = values
         return values
 
-    def pick(self, parameter: Tensor, count: int) -> Tensor:
+    def by_member(self, parameter: Tensor, count: int) -> Tensor:
         """A parameter (K, ...) by the member of each of so many blocks or rows of this pass, (count, ...)."""
         return self.current.pick(self, parameter, count)
 
@@ -232,55 +231,6 @@ class Posterior(Keyed, ABC):
     def drawn(self) -> int:
         """How many draws this pass has: one for each row, or one for each block of rows."""
         return self.lines.shape[0]  # len would fix it for torch.export
-
-    def drawn_late(self, make: Callable[[list[int]], Tensor], shape: Sequence[int], dim: int | None) -> Tensor:
-        """Numbers drawn while the layer runs, make(shape) with rows along `dim`.
-
-        Of draws that run one by one each takes its part of what all would have drawn in one forward.
-        """
-        current, sizes = self.current, list(shape)
-        if current.index is None or dim is None:
-            return self._made_once(lambda: make(sizes))
-        every = [n * current.total if d == dim else n for d, n in enumerate(sizes)]
-        return self._made_here(lambda: make(every)).narrow(dim, current.index * sizes[dim], sizes[dim])
-
-    def seed_late(self, rows: int) -> tuple[Tensor, int]:
-        """What `drawn_late` gives to a kernel: a seed for numbers of rows, and which of them is the first here."""
-        current = self.current
-        if current.index is None:
-            return self._made_once(lambda: kernel_seed(self.device, current)), 0
-        return self._made_here(lambda: kernel_seed(self.device, current)), current.index * rows
-
-    def _made_once(self, make: Callable[[], Tensor]) -> Tensor:
-        """What this draw makes: gradient checkpointing brings torch's generators back, not the stream of a seed."""
-        kept = self.current.stream is not None and not torch.compiler.is_compiling()
-        return self._made_here(make, f"{self.key} {self.current.index}") if kept else make()
-
-    def _made_here(self, make: Callable[[], Tensor], key: str = "") -> Tensor:
-        """What the first of several draws made at this place of the forward."""
-        made, place = self.current.masks.setdefault(key or self.key, []), self.place_in_forward()
-        while len(made) <= place:
-            made.append(make())
-        return made[place]
-
-    def place_in_forward(self) -> int:
-        """How many times this forward has asked before."""
-        calls = self.current.calls
-        count = calls.get(self.key, 0)
-        if recomputed():
-            if count > 1:
-                raise ValueError(
-                    f"{self.name}: draws at several places of a forward cannot be told apart by gradient "
-                    f"checkpointing; use one layer for each."
-                )
-            return 0
-        calls[self.key] = count + 1
-        return count
-
-
-def recomputed() -> bool:
-    """Whether gradient checkpointing is computing a forward again."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class WeightPosterior(Posterior):

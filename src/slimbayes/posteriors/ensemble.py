@@ -146,7 +146,7 @@ class Members(Posterior):
 
     def realise(self, noise: Noise) -> Tensor:
         """The member of each block of rows, (n,)."""
-        return self.pick(torch.arange(self.members, device=self.device), len(noise.block))
+        return self.choices()
 
     def role(self, name: str) -> Role:
         return "weight"

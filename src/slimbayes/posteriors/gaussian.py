@@ -39,8 +39,9 @@ from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import WeightPosterior, recomputed
+from slimbayes.posteriors.base import WeightPosterior
 from slimbayes.posteriors.configs.gaussian import GaussianConfig, MeanField
+from slimbayes.posteriors.late import drawn_late, recomputed
 
 _INDEPENDENT = "Set independent_positions=True to accept independent noise at each, or use 'flipout'"
 
@@ -189,7 +190,7 @@ class GaussianPosterior(WeightPosterior):
             of_bias = (2 * self._capped(self.bias_log_scale)).exp().to(variance.dtype)
             variance = variance + linear.along_channels(of_bias, variance.dim())
         dim = None if self.current.layout is None or linear.batch_dim < 0 else linear.batch_dim
-        noise = self.drawn_late(lambda shape: standard_normal(shape, mean.device, mean.dtype), mean.shape, dim)
+        noise = drawn_late(self, lambda shape: standard_normal(shape, mean.device, mean.dtype), mean.shape, dim)
         # Clamped: the root of an exact zero (a row of zeros) has no gradient. A normal float16 would be too large.
         root = variance.clamp_min(min(torch.finfo(variance.dtype).tiny * 1e4, 1e-7)).sqrt()
         return mean_plus_noise(mean, root, noise)

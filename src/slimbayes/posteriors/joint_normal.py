@@ -33,7 +33,7 @@ from slimbayes.posteriors.rank1 import Rank1Posterior
 
 ROUNDING = 2e-3  # relative
 MOST_ENTANGLED = 0.1  # share of a weight by which its draws may be off on average
-Pick = Callable[[Tensor, int], Tensor]  # `Posterior.pick`, or what lays one member out for all rows
+ByMember = Callable[[Tensor, int], Tensor]  # `Posterior.by_member`, or what lays one member out for all rows
 
 
 class Joint(WeightPosterior):
@@ -79,20 +79,20 @@ class Joint(WeightPosterior):
         return self.prior.loc
 
     @abstractmethod
-    def at(self, deviation: Tensor, pick: Pick) -> Any:
+    def at(self, deviation: Tensor, by_member: ByMember) -> Any:
         """The draws of a pass that lie so far (n, D) from their members' means."""
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return self.size, 0
 
     def realise(self, noise: Noise) -> Any:
-        return self.at(self._deviation(noise.block, self.pick), self.pick)
+        return self.at(self._deviation(noise.block, self.by_member), self.by_member)
 
-    def _deviation(self, lines: Tensor, pick: Pick) -> Tensor:
+    def _deviation(self, lines: Tensor, by_member: ByMember) -> Tensor:
         """L e of each draw's member, for e (n, D)."""
         scale = widen(self.log_scale).exp()
         if not self.correlated:
-            return pick(scale, len(lines)) * lines
+            return by_member(scale, len(lines)) * lines
         lines = lines.to(scale.dtype)
         if self.directions is None:
             every = torch.einsum("nj,kij->nki", lines, self.root())  # of every member, (n, K, D)
@@ -102,7 +102,7 @@ class Joint(WeightPosterior):
             every = scale * (lines.unsqueeze(1) - torch.einsum("nkc,kdc->nkd", along, v))
         if self.members == 1:
             return every.squeeze(1)
-        member = pick(torch.arange(self.members, device=lines.device), len(lines))
+        member = by_member(torch.arange(self.members, device=lines.device), len(lines))
         return every[torch.arange(len(lines), device=lines.device), member]
 
     def root(self) -> Tensor:
@@ -194,8 +194,11 @@ class Joint(WeightPosterior):
         if self._free(self.linear_map()) is not None:
             return None
         lines = self.noise.block.double()
-        x = self.pick(self.means(), len(lines)).double() + self._deviation(self.noise.block, self.pick).double()
-        log_q = -0.5 * lines.square().sum(1) - self.pick(self.log_dets(), len(lines)).double()
+        x = (
+            self.by_member(self.means(), len(lines)).double()
+            + self._deviation(self.noise.block, self.by_member).double()
+        )
+        log_q = -0.5 * lines.square().sum(1) - self.by_member(self.log_dets(), len(lines)).double()
         log_p = self.prior.log_prob(x - self.locs() + self.prior.loc).sum(1)
         return log_p - log_q + 0.5 * math.log(2 * math.pi) * self.size
 
@@ -261,11 +264,11 @@ class JointFactors(Joint, Rank1Posterior):
         factors = torch.arange(self.size, device=self.device) < self.size - self.parts[2]
         return factors * self.prior.loc
 
-    def at(self, deviation: Tensor, pick: Pick) -> Drawn:
+    def at(self, deviation: Tensor, by_member: ByMember) -> Drawn:
         count = len(deviation)
-        r, s = (pick(widen(factor.loc).squeeze(1), count) for factor in (self.r, self.s))
+        r, s = (by_member(widen(factor.loc).squeeze(1), count) for factor in (self.r, self.s))
         change_r, change_s, change = deviation.split(self.parts, 1)
-        bias = None if self.bias is None else pick(nn.functional.pad(self.bias, (0, 0, 1, 0)), count)
+        bias = None if self.bias is None else by_member(nn.functional.pad(self.bias, (0, 0, 1, 0)), count)
         if self.parts[2]:
             bias = change if bias is None else bias + change
         return Drawn(r + change_r if self.parts[0] else r, s + change_s if self.parts[1] else s, bias)

@@ -22,7 +22,7 @@ from slimbayes.distributions.scales import widen
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.configs.rank1 import JointNormal
-from slimbayes.posteriors.joint_normal import Joint, Pick
+from slimbayes.posteriors.joint_normal import ByMember, Joint
 
 
 class JointWeights(Joint):
@@ -40,7 +40,7 @@ class JointWeights(Joint):
         own = [linear.weight, linear.bias] if self.site.bias and linear.bias is not None else [linear.weight]
         return torch.cat([widen(part).flatten() for part in own]).unsqueeze(0)
 
-    def at(self, deviation: Tensor, pick: Pick) -> tuple[Tensor, Tensor | None]:
+    def at(self, deviation: Tensor, by_member: ByMember) -> tuple[Tensor, Tensor | None]:
         """Deviations of the weights (n, *shape), and of the biases (n, out), where the layer has any."""
         weight, bias = deviation.tensor_split([math.prod(self.site.shape)], 1)
         return weight.reshape(-1, *self.site.shape), bias if self.site.bias else None
@@ -119,7 +119,7 @@ class KroneckerWeights(JointWeights):
         weight = numbers[:, :size].view(-1, *self.site.shape).movedim(1 + self.site.out_dim, 1).flatten(2)
         return torch.cat([weight, numbers[:, size:].unsqueeze(2)], 2) if self.site.bias else weight
 
-    def _deviation(self, lines: Tensor, pick: Pick) -> Tensor:
+    def _deviation(self, lines: Tensor, by_member: ByMember) -> Tensor:
         left, right = widen(self.left), widen(self.right)
         drawn = lines.to(left.dtype).view(-1, len(left), len(right)) * self._scale()
         return self._stored(left @ drawn @ right.mT)

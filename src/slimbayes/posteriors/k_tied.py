@@ -34,6 +34,7 @@ from slimbayes.kernels import LARGE, ready
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.configs.gaussian import KTied
 from slimbayes.posteriors.gaussian import GaussianPosterior
+from slimbayes.posteriors.late import seed_late
 
 
 class KTiedPosterior(GaussianPosterior):
@@ -139,7 +140,7 @@ class KTiedPosterior(GaussianPosterior):
             self._check_met_once(x)
         c = None if self.bias_log_scale is None else (2 * widen(self.bias_log_scale)).exp()
         rows = x.view(-1, x.shape[-1])
-        seed, first = self.seed_late(len(rows))
+        seed, first = seed_late(self, len(rows))
         y = tied_local(rows, weight, linear.out_dim, linear.bias, *self.variance_factors(), c, seed, first, dtype)
         return y.view(*x.shape[:-1], y.shape[1])
 

@@ -26,6 +26,7 @@ from slimbayes.layers.dropout import BayesDropLayer, functional_dropout
 from slimbayes.layers.site import Site, Unit
 from slimbayes.posteriors.base import Posterior
 from slimbayes.posteriors.configs.whole_modules import MCDropout
+from slimbayes.posteriors.late import drawn_late, place_in_forward
 
 _SELU_LIMIT = -1.7580993408473766  # minus the product of SELU's two constants
 
@@ -99,10 +100,10 @@ class DropoutPosterior(Posterior):
             shape = [size if d in kept else 1 for d, size in enumerate(shape)]
         keys = current.keys.get(self.key)
         if keys is None:
-            return self.drawn_late(lambda sizes: uniform(sizes, x.device), shape, dim) >= rate
+            return drawn_late(self, lambda sizes: uniform(sizes, x.device), shape, dim) >= rate
         # One function for all rows and calls: a mask for each draw. A row may have become several, say windows.
         each = 1 if dim is None or sizes_equal(x.shape[dim], current.rows) else x.shape[dim] // current.rows
-        mask = kept_units(keys, self.place_in_forward(), [each if d == dim else n for d, n in enumerate(shape)], rate)
+        mask = kept_units(keys, place_in_forward(self), [each if d == dim else n for d, n in enumerate(shape)], rate)
         if len(keys) == 1 and (dim is None or sizes_equal(each, 1)):
             return mask[0]
         assert dim is not None  # several draws share a forward only where rows are known

@@ -140,7 +140,7 @@ class MixturePosterior(WeightPosterior):
         count = self.picks * (1 if self.logits is None else self.components)
         drawn, eps = self.lines[:, :count], self.lines[:, count:] if self.config.sigma else None
         if self.config.assignment == "model" or self.components == 1:
-            z = self.pick(torch.arange(self.members, device=self.device), drawn.shape[0])
+            z = super().choices()
             return Assigned(z, z, eps)
         z = picks.by_edges(drawn, self.probs) if self.logits is None else picks.straight_through(drawn, self.logits)
         if self.config.assignment != "element":

@@ -154,7 +154,7 @@ class Rank1Posterior(WeightPosterior):
         total = lines.new_zeros(len(lines))
         for factor, noise in zip((self.r, self.s), lines.split([self.r.width, self.s.width], 1), strict=True):
             if factor.width and factor.prior is not None:
-                q = joint([factor], lambda parameter: self.pick(parameter.double(), len(lines)))
+                q = joint([factor], lambda parameter: self.by_member(parameter.double(), len(lines)))
                 x = q.rsample(noise)
                 total = total + (factor.prior.log_prob(x) - q.log_prob(x)).sum(1)
         return total
@@ -185,7 +185,7 @@ class Rank1Posterior(WeightPosterior):
         """Bias offsets (n, out) of members, without a layer's own bias."""
         if drawn.own is None or drawn.bias is None or self.bias is None:
             return drawn.bias
-        return self.pick(nn.functional.pad(self.bias, (0, 0, 1, 0)), drawn.bias.shape[0])
+        return self.by_member(nn.functional.pad(self.bias, (0, 0, 1, 0)), drawn.bias.shape[0])
 
     def _biases(self, drawn: Drawn, own: Tensor | None, index: int | None = None) -> Tensor | None:
         """Biases (n, out) or (1, out) of a layer with this bias of its own, or that of one draw (out,)."""
