@@ -352,8 +352,8 @@ MUTATIONS = [
     ),
     Mutation(
         "kl-bias-twice",
-        "return [prior.gaussian_kl(widen(linear.bias)",
-        "return [2 * prior.gaussian_kl(widen(linear.bias)",
+        "return [self.bias_prior.gaussian_kl(widen(linear.bias)",
+        "return [2 * self.bias_prior.gaussian_kl(widen(linear.bias)",
         "contract/test_contract.py -k kl_is",
     ),
     Mutation(

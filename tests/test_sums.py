@@ -93,7 +93,7 @@ def test_k_tied_kl_and_gradients_equal_those_of_its_log_scales(rank: int, prior:
     net: Any = sb.bayesianize(layer, sb.KTied(rank=rank, prior=prior, scale_init=start, scale_jitter=0.7))
     posterior = net.posterior["weight"]
     parameters = [net.weight, posterior.log_u, posterior.log_v]
-    expected = prior.gaussian_kl(net.weight, posterior.log_scale(), 36)
+    expected = prior.for_layer(36).gaussian_kl(net.weight, posterior.log_scale())
     torch.testing.assert_close(sb.kl(net), expected)
     gradients = [torch.autograd.grad(y, parameters, allow_unused=True) for y in (sb.kl(net), expected)]
     for one, other in zip(*gradients, strict=True):

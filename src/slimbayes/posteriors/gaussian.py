@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import Normal
-from slimbayes.distributions.priors import TiedMean, gaussian_log_ratio, prior_of_biases
+from slimbayes.distributions.priors import TiedMean, gaussian_log_ratio
 from slimbayes.distributions.scales import rademacher, widen
 from slimbayes.distributions.sums import mean_plus_noise
 from slimbayes.engine.noise import standard_normal
@@ -74,11 +74,13 @@ class Perturbation(NamedTuple):
 class GaussianPosterior(WeightPosterior):
     """Scales of a Gaussian posterior around the layer's own weight; subclasses say how the scales are parameterised."""
 
-    prior: Any
+    prior: Any  # of the weights of this layer
+    bias_prior: Any
 
     def __init__(self, config: GaussianConfig, site: Site) -> None:
         super().__init__()
-        self.site, self.prior, self.estimator = site, config.prior, config.estimator
+        self.site, self.estimator = site, config.estimator
+        self.prior, self.bias_prior = config.prior.for_layer(site.fan_in), config.prior.for_biases()
         self.log_cap = None if config.max_scale is None else math.log(config.max_scale)
         self.independent_positions = config.independent_positions
         self.regularises_mean = not isinstance(config.prior, TiedMean)
@@ -213,39 +215,29 @@ class GaussianPosterior(WeightPosterior):
 
     def kl(self) -> Tensor:
         linear = self.linear_map()
-        weight = widen(linear.weight)
-        if linear.mask is None:
-            total = self.kl_of_weights(weight)
-        else:  # what stays as it is has no distribution
-            weight, log_scale = linear.free(weight, self.log_scale())
-            total = self.prior.gaussian_kl(weight, log_scale, self.site.fan_in)
-        return sum(self.kl_of_bias(linear), total)
+        free = linear.free(widen(linear.weight), self.log_scale())  # what stays as it is has no distribution
+        return sum(self.kl_of_bias(linear), self.prior.gaussian_kl(*free))
 
     def kl_of_bias(self, linear: LinearMap) -> list[Tensor]:
         """KL of the biases to their prior, where they have posteriors: one scalar or none."""
         if self.bias_log_scale is None or linear.bias is None:
             return []
-        scale, prior = self._capped(self.bias_log_scale), prior_of_biases(self.prior)
-        return [prior.gaussian_kl(widen(linear.bias), scale, self.site.fan_in)]
-
-    def kl_of_weights(self, mean: Tensor) -> Tensor:
-        """KL of all weights, none of which must stay as it is, to the prior: a scalar."""
-        return self.prior.gaussian_kl(mean, self.log_scale(), self.site.fan_in)
+        return [self.bias_prior.gaussian_kl(widen(linear.bias), self._capped(self.bias_log_scale))]
 
     def log_ratio(self) -> Tensor:
         drawn: Perturbation = self.values()
-        linear, fan_in = self.linear_map(), self.site.fan_in
+        linear = self.linear_map()
         deviation, weight, log_scale = linear.free(drawn.weight, linear.weight, self.log_scale())
-        total = gaussian_log_ratio(deviation, weight, log_scale, self.prior, fan_in)
+        total = gaussian_log_ratio(deviation, weight, log_scale, self.prior)
         if drawn.bias is not None and linear.bias is not None and self.bias_log_scale is not None:
-            log_scale, prior = self._capped(self.bias_log_scale), prior_of_biases(self.prior)
-            total = total + gaussian_log_ratio(drawn.bias, linear.bias, log_scale, prior, fan_in)
+            log_scale = self._capped(self.bias_log_scale)
+            total = total + gaussian_log_ratio(drawn.bias, linear.bias, log_scale, self.bias_prior)
         return total
 
     def against_prior(self) -> list[tuple[Tensor, Tensor]]:
         linear = self.linear_map()
         mean, log_scale = linear.free(widen(linear.weight.detach()), self.log_scale().detach())
-        prior = self.prior.of_weights(mean, log_scale, self.site.fan_in)
+        prior = self.prior.of_weights(mean, log_scale)
         return [((mean - prior.loc) / prior.scale, log_scale.exp() / prior.scale)] if isinstance(prior, Normal) else []
 
 

@@ -37,7 +37,7 @@ class GaussianConfig(SiteConfig):
         if self.max_scale is not None and not self.max_scale > self.scale_init:
             start = f"scale_init={self.scale_init!r}, where scales start"
             raise ValueError(f"{name}: max_scale={self.max_scale!r} must be above {start}.")
-        if not hasattr(self.prior, "gaussian_kl"):
+        if not isinstance(self.prior, Distribution) or not hasattr(self.prior.for_layer(1), "gaussian_kl"):
             known = "Normal, HeNormal, TiedMean, LaplacePrior, EmpiricalBayes or ScaleMixture"
             raise ValueError(f"{name}: {type(self.prior).__name__} is no prior for weights; use {known}.")
 
