@@ -24,7 +24,7 @@ from slimbayes.layers.methods import MARK, Opens, class_before, open_passes, tur
 from slimbayes.posteriors.configs.base import Config, SiteConfig
 from slimbayes.posteriors.configs.whole_modules import Ensemble
 from slimbayes.posteriors.ensemble import copies
-from slimbayes.train.likelihoods import NOISE_RULE
+from slimbayes.train.heteroscedastic import NOISE_RULE
 
 Model = TypeVar("Model", bound=nn.Module)
 
