@@ -19,7 +19,16 @@ from slimbayes.distributions.families import (
     check_pair,
 )
 from slimbayes.distributions.scales import dropout_scale, rho_from_scale
-from slimbayes.posteriors.configs.base import Count, Family, NotNegative, Positive, SiteConfig, Whole, check_number
+from slimbayes.posteriors.configs.base import (
+    Count,
+    Family,
+    NormalPrior,
+    NotNegative,
+    Positive,
+    SiteConfig,
+    Whole,
+    check_number,
+)
 
 if TYPE_CHECKING:
     from slimbayes.layers.site import Site
@@ -239,14 +248,13 @@ class JointNormal(FactorConfig):
 
     over: Over = "both"
     members: Count = 1
-    prior: Distribution = Normal(1.0, 0.1)  # noqa: RUF009 (immutable)
+    prior: NormalPrior = Normal(1.0, 0.1)  # noqa: RUF009 (immutable)
     scale_init: Positive = 0.01
     full_up_to: Whole = 1024
     beyond: Literal["independent", "kronecker"] = "independent"
     mean_init: Family = Point(1.0)  # noqa: RUF009 (immutable)
     member_bias: bool = True
     directions: Whole | None = None
-    known_priors = (Normal,)
 
     def __post_init__(self) -> None:
         super().__post_init__()
