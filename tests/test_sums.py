@@ -56,7 +56,7 @@ def test_twins_agree(function: Any, dtype: torch.dtype, monkeypatch: pytest.Monk
         return [y.detach(), u.grad, v.grad]
 
     mine = results()
-    monkeypatch.setattr(sums, "by_hand", lambda x: True)
+    monkeypatch.setattr(sums, "needs_autograd", lambda x: True)
     for one, other in zip(mine, results(), strict=True):
         assert one.dtype == other.dtype
         # The twin of `kl_of_scales` in float32 adds up gradients that nearly cancel.

@@ -22,7 +22,7 @@ from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.posteriors.correlated import CorrelatedPosterior
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.gaussian import GaussianPosterior
-from slimbayes.posteriors.joint_normal import Joint
+from slimbayes.posteriors.joint_normal import JointNormalPosterior
 from slimbayes.posteriors.mc_dropout import DropoutPosterior
 from slimbayes.posteriors.member_norm import MemberNormPosterior
 from slimbayes.posteriors.mixture import MixturePosterior
@@ -238,7 +238,7 @@ def weights_of_row(plain: nn.Module, converted: nn.Module, block: int, row: int)
                 elif isinstance(posterior, (CorrelatedPosterior, RadialPosterior)):
                     weight.add_(drawn[block])
                     offset = None
-                elif isinstance(posterior, Joint):
+                elif isinstance(posterior, JointNormalPosterior):
                     weight.add_(drawn[0][block])
                     offset = drawn[1][block] if posterior.site.bias else None
                 else:  # W + dW, with signs in Flipout
@@ -383,7 +383,7 @@ def posterior_and_prior(model: nn.Module) -> list[tuple[Any, Any, Any]]:
     out = []
     for layer in model.modules():
         for site, posterior in layer.posterior.items() if isinstance(layer, BayesLayer) else ():
-            if isinstance(posterior, Joint):
+            if isinstance(posterior, JointNormalPosterior):
                 prior = type(posterior.prior)(posterior.locs(), posterior.prior.scale)
                 out.append((JointDensity(posterior, layer), prior, lambda: None))
                 continue
@@ -486,7 +486,7 @@ class CorrelatedDensity:
 class JointDensity:
     """Torch's own multivariate normal of each member, (K, D), of the numbers that are parameters."""
 
-    def __init__(self, posterior: Joint, layer: Any) -> None:
+    def __init__(self, posterior: JointNormalPosterior, layer: Any) -> None:
         free = torch.ones(posterior.size, dtype=torch.bool)
         if posterior.site.kind == "table" and posterior.regularises_mean and layer.padding_idx is not None:
             free[: posterior.site.shape[1]] = layer.padding_idx != 0

@@ -45,7 +45,7 @@ from slimbayes.distributions.families import (
     check_pair,
     log_of,
 )
-from slimbayes.distributions.joining import by_hand
+from slimbayes.distributions.joining import needs_autograd
 from slimbayes.distributions.scales import scale_from_rho, widen
 from slimbayes.distributions.sums import sum_dtype
 
@@ -91,7 +91,7 @@ def summed_kl(
     """
     # A pair that is known has a location and a scale.
     known = (family, type(prior)) in _SLOPES and {type(prior.loc), type(prior.scale)} <= {int, float}
-    if known and not by_hand(locs[0]):
+    if known and not needs_autograd(locs[0]):
         roots = (*locs, *rhos) if loc is None or rho is None else (loc, rho)
         return _apply(family, prior, (locs, rhos), *roots)
     q: Any = family

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.joining import by_hand, joined_among
+from slimbayes.distributions.joining import joined_among, needs_autograd
 from slimbayes.distributions.scales import widen
 from slimbayes.kernels import LARGE, ready
 
@@ -33,7 +33,7 @@ def outer(u: Tensor, v: Tensor) -> Tensor:
     >>> outer(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [5.0, 6.0]]))
     tensor([[11., 17.]])
     """
-    if not by_hand(u):
+    if not needs_autograd(u):
         return _Outer.apply(u, v)
     first, *others = zip(u.unsqueeze(1).unbind(2), v.unbind(1), strict=True)
     total = first[0] * first[1]
@@ -50,7 +50,7 @@ def sum_log_outer(u: Tensor, v: Tensor) -> Tensor:
     >>> sum_log_outer(torch.ones(3, 2), torch.ones(4, 2))  # 12 log 2
     tensor(8.3178, dtype=torch.float64)
     """
-    if by_hand(u):
+    if needs_autograd(u):
         return _rows_summed(outer(u, v).log())
     if ready(u) and u.shape[1] <= 8 and u.dtype == v.dtype == torch.float32 and u.shape[0] * v.shape[0] >= LARGE:
         from slimbayes.kernels import tied
@@ -66,7 +66,7 @@ def kl_of_scales(log_scale: Tensor, log_prior: float) -> Tensor:
     >>> kl_of_scales(torch.zeros(3), 0.0), kl_of_scales(torch.ones(1), 0.0)  # (e^2 - 3) / 2
     (tensor(0.), tensor(2.1945))
     """
-    if not by_hand(log_scale):
+    if not needs_autograd(log_scale):
         return _KLOfScales.apply(log_scale, log_prior)
     t = 2 * (log_scale - log_prior)
     return 0.5 * (t.expm1() - t).sum()
@@ -78,7 +78,7 @@ def mean_plus_noise(mean: Tensor, scale: Tensor, noise: Tensor) -> Tensor:
     >>> mean_plus_noise(torch.ones(2), torch.full((2,), 0.5), torch.tensor([-1.0, 2.0]))
     tensor([0.5000, 2.0000])
     """
-    if by_hand(mean) or noise.requires_grad or not mean.dtype == scale.dtype == noise.dtype:
+    if needs_autograd(mean) or noise.requires_grad or not mean.dtype == scale.dtype == noise.dtype:
         return mean + scale * noise
     return _MeanPlusNoise.apply(mean, scale, noise)
 
@@ -89,7 +89,7 @@ def squared_norm(x: Tensor) -> Tensor:
     >>> squared_norm(torch.tensor([3.0, 4.0]))
     tensor(25.)
     """
-    return x.square().sum() if by_hand(x) or x.dim() < 2 else _SquaredNorm.apply(x)
+    return x.square().sum() if needs_autograd(x) or x.dim() < 2 else _SquaredNorm.apply(x)
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -99,7 +99,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     tensor(25.)
     """
     plain = all(type(x) in (Tensor, nn.Parameter) for x in tensors)
-    if plain and not by_hand(tensors[0]):
+    if plain and not needs_autograd(tensors[0]):
         return _SquaredNorms.apply(tensors, *joined_among(tensors))
     return widen(torch.cat([x.flatten() for x in tensors])).square().sum()
 

@@ -25,7 +25,7 @@ from slimbayes.engine.locate import check_size
 from slimbayes.engine.noise import Seed, key, seed_of
 from slimbayes.engine.passes import Noise, Pass, Unproven
 from slimbayes.engine.sharing import evaluating
-from slimbayes.posteriors.joint_normal import Joint
+from slimbayes.posteriors.joint_normal import JointNormalPosterior
 from slimbayes.posteriors.joint_weights import Watched
 from slimbayes.prediction.batches import batches_of, rows_of
 from slimbayes.prediction.checks import check_draws, check_noise_rule
@@ -60,7 +60,7 @@ class RowDerivatives:
 def joints_of(model: nn.Module) -> list[Any]:
     """The joint posteriors of a model; refused where others have a part in its draws."""
     found = passes.posteriors_of(model)
-    others = [p.name for p in found if not isinstance(p, Joint)]
+    others = [p.name for p in found if not isinstance(p, JointNormalPosterior)]
     if others or not found:
         what = f"{others[0]} has another one" if others else "the model has none"
         raise ValueError(f"Derivatives are taken in the numbers of JointNormal posteriors, but {what}; see laplace.")

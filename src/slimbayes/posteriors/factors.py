@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import Cauchy, Normal, Point
-from slimbayes.distributions.joining import by_hand, side_by_side
+from slimbayes.distributions.joining import needs_autograd, side_by_side
 from slimbayes.distributions.scales import rho_from_scale, scale_from_rho, widen
 from slimbayes.engine.blocks import Spread, keep_in_memory, spread_of
 from slimbayes.engine.fused import Seeded
@@ -42,7 +42,7 @@ class Factor(nn.Module):
 
     def distribution(self) -> Any:
         """q of each member, (K, p, channels), in float32 at least."""
-        return joint([self], lambda parameter: parameter.view(self.loc.shape))
+        return distribution_of([self], lambda parameter: parameter.view(self.loc.shape))
 
     def against_prior(self) -> list[tuple[Tensor, Tensor]]:
         """How far locations are from the prior's, in its scales, and scales over the prior's; none of a point."""
@@ -111,12 +111,14 @@ def _whole(factors: Sequence[Factor], current: Pass | None) -> tuple[Tensor, Ten
     return widen(loc), None if rho is None else scale_from_rho(rho)
 
 
-def joint(factors: Sequence[Factor], pick: Callable[[Tensor], Tensor] = lambda parameter: parameter) -> Any:
-    """q of several factors of one family side by side, (K, sum of p * channels), laid out by `pick`; in float32."""
+def distribution_of(
+    factors: Sequence[Factor], lay_out: Callable[[Tensor], Tensor] = lambda parameter: parameter
+) -> Any:
+    """q of several factors of one family side by side, (K, sum of p * channels), laid out by `lay_out`; in float32."""
     loc, scale = _whole(factors, None)
     if scale is None:
-        return Point(pick(loc.squeeze(1)))
-    return factors[0].family(pick(loc.squeeze(1)), pick(scale.squeeze(1)))
+        return Point(lay_out(loc.squeeze(1)))
+    return factors[0].family(lay_out(loc.squeeze(1)), lay_out(scale.squeeze(1)))
 
 
 def group_by(items: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
@@ -127,7 +129,7 @@ def group_by(items: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]
     return list(groups.values())
 
 
-class Alike:
+class FactorGroup:
     """Posteriors with equal members, clip and kind of draw, whose draws take few large operations for all of them."""
 
     def __init__(self, posteriors: Sequence[Any]) -> None:
@@ -246,7 +248,7 @@ def _clipped(values: Tensor, clip: float | None) -> Tensor:
     """Values in [-clip, clip]."""
     if clip is None:
         return values
-    if values.device.type == "cpu" and values.numel() and not by_hand(values):  # to look is cheaper than to copy
+    if values.device.type == "cpu" and values.numel() and not needs_autograd(values):  # to look is cheaper than to copy
         low, high = values.detach().aminmax()
         if -clip <= float(low) and float(high) <= clip:
             return values

@@ -36,7 +36,7 @@ MOST_ENTANGLED = 0.1  # share of a weight by which its draws may be off on avera
 ByMember = Callable[[Tensor, int], Tensor]  # `Posterior.by_member`, or what lays one member out for all rows
 
 
-class Joint(WeightPosterior):
+class JointNormalPosterior(WeightPosterior):
     """log sigma (K, D), and what lies below T's diagonal (K, D (D - 1) / 2), row by row, or V (K, D, k), or neither."""
 
     site: Site
@@ -207,7 +207,7 @@ class Joint(WeightPosterior):
         return [(far, self.variances().detach().sqrt() / self.prior.scale)]
 
 
-class JointFactors(Joint, Rank1Posterior):
+class JointFactors(JointNormalPosterior, Rank1Posterior):
     """Factors r (K, out) and s (K, in), and biases (K, out), of which some are drawn together, in this order. The prior
     of biases has mean zero.
     """
@@ -256,7 +256,7 @@ class JointFactors(Joint, Rank1Posterior):
                     f"laplace(..., prior=Normal(1.0, 0.2)) or over='r'.",
                     stacklevel=2,
                 )
-        return Joint.realise(self, noise)
+        return JointNormalPosterior.realise(self, noise)
 
     def locs(self) -> float | Tensor:
         if not self.parts[2]:

@@ -22,10 +22,10 @@ from slimbayes.distributions.scales import widen
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.configs.rank1 import JointNormal
-from slimbayes.posteriors.joint_normal import ByMember, Joint
+from slimbayes.posteriors.joint_normal import ByMember, JointNormalPosterior
 
 
-class JointWeights(Joint):
+class JointWeights(JointNormalPosterior):
     """Weights, in the order they are stored in, and biases, around the layer's own."""
 
     regularises_mean = True

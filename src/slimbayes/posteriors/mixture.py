@@ -63,8 +63,8 @@ class MixturePosterior(WeightPosterior):
         elements = math.prod(site.shape) + (site.n_out if self.bias is not None else 0)
         counts = {"model": 0, "layer": 1, "element": elements, "input": site.n_in}
         # How many independent values of Z one draw has.
-        self.picks = 0 if self.components == 1 else counts[config.assignment]
-        plain = self.picks > 0 and not (config.learn_probs or config.sigma or config.zero)
+        self.n_picks = 0 if self.components == 1 else counts[config.assignment]
+        plain = self.n_picks > 0 and not (config.learn_probs or config.sigma or config.zero)
         # Whether picks are drawn for many layers at once.
         self.joins = plain and (
             config.assignment == "layer" or (config.assignment == "element" and site.kind == "norm")
@@ -107,15 +107,15 @@ class MixturePosterior(WeightPosterior):
 
     @property
     def log_size(self) -> float:
-        return math.inf if self.config.sigma else self.picks * math.log(self.components)
+        return math.inf if self.config.sigma else self.n_picks * math.log(self.components)
 
     def support(self) -> Support | None:
-        if self.config.sigma or not self.picks:
+        if self.config.sigma or not self.n_picks:
             return super().support()
-        return picks.support(self.picks, self.probabilities().detach(), learned=self.logits is not None)
+        return picks.support(self.n_picks, self.probabilities().detach(), learned=self.logits is not None)
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
-        width = self.picks * (1 if self.logits is None else self.components)
+        width = self.n_picks * (1 if self.logits is None else self.components)
         if self.config.sigma:
             width += math.prod(self.site.shape) + (self.site.n_out if self.site.bias else 0)
         return (0, width) if self.config.draws == "example" and rowwise else (width, 0)
@@ -137,7 +137,7 @@ class MixturePosterior(WeightPosterior):
         super().realise_together([p for p in posteriors if not p.joins], current)
 
     def realise(self, noise: Noise) -> Assigned:
-        count = self.picks * (1 if self.logits is None else self.components)
+        count = self.n_picks * (1 if self.logits is None else self.components)
         drawn, eps = self.lines[:, :count], self.lines[:, count:] if self.config.sigma else None
         if self.config.assignment == "model" or self.components == 1:
             z = super().choices()
@@ -249,7 +249,7 @@ class MixturePosterior(WeightPosterior):
     def _kl_of_picks(self) -> Tensor:
         """One categorical variable for each pick, against a uniform one; nothing where probabilities are given."""
         p = self.probabilities()
-        return p.new_zeros(()) if self.logits is None else self.picks * (p * (p * self.components).log()).sum()
+        return p.new_zeros(()) if self.logits is None else self.n_picks * (p * (p * self.components).log()).sum()
 
     def kl(self) -> Tensor:
         p, total, kept = self.probabilities().to(self.dtype), self._kl_of_picks().to(self.dtype), self._kept()

@@ -34,7 +34,7 @@ from slimbayes.kernels import LARGE
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import Role, WeightPosterior
 from slimbayes.posteriors.configs.rank1 import Rank1
-from slimbayes.posteriors.factors import Alike, Drawn, Factor, group_by, joint
+from slimbayes.posteriors.factors import Drawn, Factor, FactorGroup, distribution_of, group_by
 
 
 class Rank1Posterior(WeightPosterior):
@@ -102,7 +102,7 @@ class Rank1Posterior(WeightPosterior):
 
     def realise(self, noise: Noise) -> Drawn:
         current = self.current
-        Alike([self]).draw(current)
+        FactorGroup([self]).draw(current)
         return current.values[self.key]
 
     @classmethod
@@ -111,9 +111,9 @@ class Rank1Posterior(WeightPosterior):
         pairs = zip(posteriors, [current.noise[p.key] for p in posteriors], strict=True)
         kinds, places = tuple([(n.row.shape[1] > 0, n.seed is None, p.clip) for p, n in pairs]), places_of(posteriors)
 
-        def alike() -> list[Alike]:
+        def alike() -> list[FactorGroup]:
             kind = dict(zip([p.key for p in posteriors], zip(kinds, places, strict=True), strict=True))
-            return [Alike(same) for same in group_by(posteriors, lambda p: (p.members, kind[p.key]))]
+            return [FactorGroup(same) for same in group_by(posteriors, lambda p: (p.members, kind[p.key]))]
 
         for same in plan_once(posteriors, ("alike", kinds, places), alike):
             same.draw(current)
@@ -144,7 +144,7 @@ class Rank1Posterior(WeightPosterior):
             locs, rhos = ([f._parameters[name] for f in factors] for name in ("loc", "rho"))
             total = summed_kl(lead.family, lead.prior, locs, rhos, joined(locs), joined(rhos))
             terms.append(total if how == "sum" else total / len(locs[0]))
-            mixed += [joint(factors)] if how == "exact" else []
+            mixed += [distribution_of(factors)] if how == "exact" else []
         terms += [-information(mixed)] if mixed else []
         return terms or [posteriors[0].r.loc.new_zeros(())]
 
@@ -154,7 +154,7 @@ class Rank1Posterior(WeightPosterior):
         total = lines.new_zeros(len(lines))
         for factor, noise in zip((self.r, self.s), lines.split([self.r.width, self.s.width], 1), strict=True):
             if factor.width and factor.prior is not None:
-                q = joint([factor], lambda parameter: self.by_member(parameter.double(), len(lines)))
+                q = distribution_of([factor], lambda parameter: self.by_member(parameter.double(), len(lines)))
                 x = q.rsample(noise)
                 total = total + (factor.prior.log_prob(x) - q.log_prob(x)).sum(1)
         return total

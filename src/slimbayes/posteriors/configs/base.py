@@ -117,7 +117,7 @@ class Config:
     """Everything a user chooses about a method. Subclasses are frozen, keyword-only dataclasses that survive JSON."""
 
     members: int = 1
-    says: ClassVar[str] = "members"  # the field that tells most of it
+    main_field: ClassVar[str] = "members"  # the one that `describe` shows
     converts: ClassVar[bool] = True
     leaves_tables: ClassVar[str] = ""  # what to say of embeddings where a method leaves them alone by default
     whole: ClassVar[bool] = False  # whether it converts modules of any type as a whole
@@ -152,8 +152,9 @@ class Config:
 
     def describe(self) -> str:
         """The method in a few words, for summaries."""
-        known = any(f.name == self.says for f in dataclasses.fields(self))  # type: ignore[arg-type]
-        return f"{type(self).__name__}({self.says}={getattr(self, self.says)})" if known else type(self).__name__
+        name, field = type(self).__name__, self.main_field
+        known = any(f.name == field for f in dataclasses.fields(self))  # type: ignore[arg-type]
+        return f"{name}({field}={getattr(self, field)})" if known else name
 
     def extra_parameters(self, layer: nn.Module, sites: Sequence[Site]) -> list[Tensor]:
         """Parameters that converting a layer with these sites would add, as tensors whose numbers do not matter."""

@@ -114,7 +114,7 @@ class KTied(GaussianConfig):
 
     rank: Count = 2
     scale_jitter: NotNegative = 0.1
-    says: ClassVar[str] = "rank"
+    main_field: ClassVar[str] = "rank"
     builds: ClassVar[str] = "k_tied.KTiedPosterior"
 
     def extra_flops(self, site: Site) -> float:

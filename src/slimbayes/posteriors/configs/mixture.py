@@ -143,7 +143,7 @@ class DropConnect(SiteConfig):
     """
 
     leaves_tables = "DropConnect leaves embeddings alone"
-    says: ClassVar[str] = "rate"
+    main_field: ClassVar[str] = "rate"
     rate: Rate = 0.1
     draws: Draws = "forward"
     tau: float | None = None
@@ -245,7 +245,7 @@ class FlowPatch(SiteConfig):
     samples: Count = 8
     covers = ("norm",)
     targets = ModelPatch.targets  # type: ignore[assignment]
-    says: ClassVar[str] = "steps"
+    main_field: ClassVar[str] = "steps"
     builds: ClassVar[str] = "patch.FlowPosterior"
 
     def __post_init__(self) -> None:
