@@ -21,12 +21,12 @@ from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.posteriors.correlated import CorrelatedPosterior
 from slimbayes.posteriors.ensemble import EnsemblePosterior
+from slimbayes.posteriors.flow_patch import FlowPosterior
 from slimbayes.posteriors.gaussian import GaussianPosterior
 from slimbayes.posteriors.joint_normal import JointNormalPosterior
 from slimbayes.posteriors.mc_dropout import DropoutPosterior
 from slimbayes.posteriors.member_norm import MemberNormPosterior
 from slimbayes.posteriors.mixture import MixturePosterior
-from slimbayes.posteriors.patch import FlowPosterior
 from slimbayes.posteriors.radial import RadialPosterior
 from slimbayes.posteriors.rank1 import Rank1Posterior
 

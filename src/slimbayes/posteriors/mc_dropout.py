@@ -12,39 +12,21 @@ are dropped, not the scale: the paper's baseline.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slimbayes.engine.blocks import block_of_row, sizes_equal
 from slimbayes.engine.noise import kept_units, uniform
 from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import LinearMap, spread
-from slimbayes.layers import LAYERS, class_for
-from slimbayes.layers.dropout import BayesDropLayer, functional_dropout
+from slimbayes.layers.dropout import BayesDropLayer
 from slimbayes.layers.site import Site, Unit
 from slimbayes.posteriors.base import Posterior
 from slimbayes.posteriors.configs.whole_modules import MCDropout
 from slimbayes.posteriors.late import drawn_late, place_in_forward
 
 _SELU_LIMIT = -1.7580993408473766  # minus the product of SELU's two constants
-
-
-def own_dropout(model: nn.Module, offered: Mapping[str, nn.Module]) -> set[str]:
-    """Names of a model's own dropout layers; refuses a model without any, and says where dropout could go."""
-    found = {name for name, layer in offered.items() if class_for(layer, ("dropout",)) is not None}
-    if found:
-        return found
-    functional = "; ".join(f"{name or '(the model itself)'} {what}" for name, what in functional_dropout(model).items())
-    inside = f" Dropout inside a forward was found, which cannot be converted: {functional}."
-    inside = f"{inside} Make it an nn.Dropout layer." if functional else ""
-    kinds = ", ".join(plain.__name__ for plain, cls in LAYERS.items() if cls.bayes_kind == "dropout")
-    raise ValueError(
-        f"MCDropout() looked for dropout layers ({kinds}) in this {type(model).__name__} and found none."
-        f'{inside} Put dropout in front of layers with before="norm" (as the EMP paper does), '
-        f'"output" or a regular expression.'
-    )
 
 
 class DropoutPosterior(Posterior):

@@ -7,8 +7,8 @@ M_1 is the layer's own weight, so that its checkpoint still loads; the posterior
 method is how the assignment Z is drawn (Table 2):
 
     assignment   one value of Z for                     method
-    "layer"      the whole layer, its bias included     EMP
-    "element"    each weight and each bias              ECMP; DropConnect with the last component at zero
+    "layer"      the whole layer, its bias included     EMP (Eq. 4)
+    "element"    each weight and each bias              ECMP (Eq. 5); DropConnect with the last component at zero
     "input"      each input channel                     dropout, with the last component at zero
     "model"      the whole model: a member              explicit ensemble
 

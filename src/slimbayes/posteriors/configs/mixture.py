@@ -1,5 +1,5 @@
 """The configs of the general family of Ensemble Model Patching (posteriors/mixture.py), of its cases, and of a planar
-flow (posteriors/patch.py) that goes where they go: to norms, and perhaps the ends of a network.
+flow (posteriors/flow_patch.py) that goes where they go: to norms, and perhaps the ends of a network.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class ModelPatch(ComponentConfig):
     covers = ("matrix", "table", "norm")
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
-        from slimbayes.posteriors.patch import layers_to_patch
+        from slimbayes.posteriors.target_layers import layers_to_patch
 
         return layers_to_patch(self, model, offered, named)
 
@@ -246,7 +246,7 @@ class FlowPatch(SiteConfig):
     covers = ("norm",)
     targets = ModelPatch.targets  # type: ignore[assignment]
     main_field: ClassVar[str] = "steps"
-    builds: ClassVar[str] = "patch.FlowPosterior"
+    builds: ClassVar[str] = "flow_patch.FlowPosterior"
 
     def __post_init__(self) -> None:
         super().__post_init__()
