@@ -102,7 +102,7 @@ def rows_at_means(
         ]
         for p, deviation, watch in zip(joints, deviations, watched, strict=True):
             new.put(p.key, Noise(deviation.detach()[:, :0], deviation.detach()[:, :0]))
-            new.values[p.key] = watch or p.at(deviation, pick)
+            new.values[p.key] = watch or p.draws_at(deviation, pick)
         outputs = select(passes.run(new, model, *inputs[0], **inputs[1]), output)
         return RowDerivatives(start, outputs, deviations, watched)
 

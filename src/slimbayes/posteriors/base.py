@@ -62,25 +62,32 @@ class Posterior(Keyed, ABC):
         super().__init__()
         self.layer: Any = None
 
+    # --- what a method must say ---
+
     @abstractmethod
     def widths(self, rowwise: bool) -> tuple[int, int]:
         """How many standard normals a pass takes for each block and for each row; the latter only if `rowwise`."""
-
-    def seeded(self, rows: int) -> bool:
-        """Whether kernels make the noise of so many rows from a seed, so that a pass draws none."""
-        return False
 
     @abstractmethod
     def realise(self, noise: Noise) -> Any:
         """Turn noise into draws; `by_member` tells members apart."""
 
+    @abstractmethod
+    def kl(self) -> Tensor:
+        """KL to the prior, summed over elements and members: a scalar."""
+
+    # --- what it may say ---
+
+    def role(self, name: str) -> Role:
+        """What a parameter of this posterior is, by its name here: how it trains and decays follows from it."""
+        return "scale"
+
     def centre(self, block: Tensor) -> Tensor:
         """The noise behind the posterior's mean, or median, in the shape of some noise (n, width)."""
         return torch.zeros_like(block)
 
-    @abstractmethod
-    def kl(self) -> Tensor:
-        """KL to the prior, summed over elements and members: a scalar."""
+    def adopt(self) -> None:
+        """Start from the layer's own weight and bias; called once, when the layer is converted."""
 
     def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
         """Keep these members, of which there are several, in this order; `tied` are other layers that share it. Where
@@ -88,28 +95,36 @@ class Posterior(Keyed, ABC):
         """
         raise NotImplementedError
 
-    def role(self, name: str) -> Role:
-        """What a parameter of this posterior is, by its name here: how it trains and decays follows from it."""
-        return "scale"
-
-    def join(self, layer: Any) -> None:
-        """Become part of a layer; called once, on conversion. The layer is kept out of the tree of modules."""
-        self.__dict__["layer"] = layer
-
-    def adopt(self) -> None:
-        """Start from the layer's own weight and bias; called once, when the layer is converted."""
-
-    def linear_map(self) -> LinearMap:
-        """The linear map of its site, with the layer's present weight and bias."""
-        return self.layer.linear_map(self.site.name)
-
     def reset_running_stats(self) -> None:
         """Forget running statistics, where members have their own."""
 
+    def seeded(self, rows: int) -> bool:
+        """Whether kernels make the noise of so many rows from a seed, so that a pass draws none."""
+        return False
+
+    @classmethod
+    def realise_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
+        """Realise the draws of all posteriors of this class in a model; a method may use fewer, larger operations."""
+        for posterior in posteriors:
+            posterior.values()
+
+    @classmethod
+    def kl_together(cls, posteriors: Sequence[Self]) -> list[Tensor]:
+        """KL terms that add up to the KL of all posteriors of this class in a model; a method may join them."""
+        return [posterior.kl() for posterior in posteriors]
+
     @property
-    def is_point(self) -> bool:
-        """Whether nothing is drawn: each member is one function."""
-        return not self.late and self.widths(True) == (0, 0)
+    def has_weights(self) -> bool:
+        """Whether this pass has a weight draw for each block of rows, which `materialise` gives."""
+        return False
+
+    def factors(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Lines s (n, in), r (n, out), bias (n, out) or None of this pass, if they make (W (x o s)) o r + b + bias."""
+        return None
+
+    def served(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of the one draw that serves all rows of this pass, if there is but one and it is formed."""
+        return None
 
     @property
     def countable(self) -> bool:
@@ -127,10 +142,27 @@ class Posterior(Keyed, ABC):
         """
         return 0.0 if self.is_point else math.inf
 
-    @property
-    def has_weights(self) -> bool:
-        """Whether this pass has a weight draw for each block of rows, which `materialise` gives."""
-        return False
+    def support(self) -> Support | None:
+        """The values that draws of one member can take; None where they cannot be listed."""
+        return Support(0, torch.zeros(1, 0), torch.ones(1)) if self.is_point else None
+
+    def log_ratio(self) -> Tensor | None:
+        """log p - log q of each held draw, prior and posterior, (n,) in float64; None where no density is known."""
+        return None
+
+    def against_prior(self) -> list[tuple[Tensor, Tensor]]:
+        """How far means are from the prior's, in its scales, and scales over the prior's, of what has both."""
+        return []
+
+    # --- what it may rely on ---
+
+    def join(self, layer: Any) -> None:
+        """Become part of a layer; called once, on conversion. The layer is kept out of the tree of modules."""
+        self.__dict__["layer"] = layer
+
+    def linear_map(self) -> LinearMap:
+        """The linear map of its site, with the layer's present weight and bias."""
+        return self.layer.linear_map(self.site.name)
 
     @property
     def current(self) -> Pass:
@@ -142,6 +174,50 @@ class Posterior(Keyed, ABC):
                 "use slimbayes.export or torch.compile, or trace merge(model)."
             )
         return found
+
+    @property
+    def noise(self) -> Noise:
+        return self.current.noise[self.key]
+
+    @property
+    def lines(self) -> Tensor:
+        """This pass's noise, one line for each draw (n, width)."""
+        return self.noise.row if self.per_row else self.noise.block
+
+    def values(self) -> Any:
+        """This pass's draw. Sharded parameters are whole only while their layer runs, so they are realised here, as are
+        draws that a reentrant checkpoint meets again.
+        """
+        current = self.current
+        if self.key in current.values:
+            return current.values[self.key]
+        values = self.realise(self.noise)
+        current.values[self.key] = values
+        return values
+
+    def by_member(self, parameter: Tensor, count: int) -> Tensor:
+        """A parameter (K, ...) by the member of each of so many blocks or rows of this pass, (count, ...)."""
+        return self.current.pick(self, parameter, count)
+
+    @property
+    def drawn(self) -> int:
+        """How many draws this pass has: one for each row, or one for each block of rows."""
+        return self.lines.shape[0]  # len would fix it for torch.export
+
+    @property
+    def is_point(self) -> bool:
+        """Whether nothing is drawn: each member is one function."""
+        return not self.late and self.widths(True) == (0, 0)
+
+    @property
+    def by_row(self) -> bool:
+        """Whether a pass draws in another way, for every row, where rows can be told apart."""
+        return not self.blockwise and self.widths(True) != self.widths(False)
+
+    @property
+    def per_row(self) -> bool:
+        """Whether this pass has noise for every row, not only for blocks of rows."""
+        return self.noise.seed is not None or self.noise.row.shape[1] > 0
 
     @property
     def anchor(self) -> Tensor:
@@ -161,76 +237,6 @@ class Posterior(Keyed, ABC):
     def sharded(self) -> bool:
         """Whether the parameters are split over processes (FSDP2)."""
         return hasattr(self.anchor, "full_tensor")
-
-    def factors(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Lines s (n, in), r (n, out), bias (n, out) or None of this pass, if they make (W (x o s)) o r + b + bias."""
-        return None
-
-    def served(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of the one draw that serves all rows of this pass, if there is but one and it is formed."""
-        return None
-
-    def log_ratio(self) -> Tensor | None:
-        """log p - log q of each held draw, prior and posterior, (n,) in float64; None where no density is known."""
-        return None
-
-    def support(self) -> Support | None:
-        """The values that draws of one member can take; None where they cannot be listed."""
-        return Support(0, torch.zeros(1, 0), torch.ones(1)) if self.is_point else None
-
-    def against_prior(self) -> list[tuple[Tensor, Tensor]]:
-        """How far means are from the prior's, in its scales, and scales over the prior's, of what has both."""
-        return []
-
-    @classmethod
-    def realise_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
-        """Realise the draws of all posteriors of this class in a model; a method may use fewer, larger operations."""
-        for posterior in posteriors:
-            posterior.values()
-
-    @classmethod
-    def kl_together(cls, posteriors: Sequence[Self]) -> list[Tensor]:
-        """KL terms that add up to the KL of all posteriors of this class in a model; a method may join them."""
-        return [posterior.kl() for posterior in posteriors]
-
-    def values(self) -> Any:
-        """This pass's draw. Sharded parameters are whole only while their layer runs, so they are realised here, as are
-        draws that a reentrant checkpoint meets again.
-        """
-        current = self.current
-        if self.key in current.values:
-            return current.values[self.key]
-        values = self.realise(self.noise)
-        current.values[self.key] = values
-        return values
-
-    def by_member(self, parameter: Tensor, count: int) -> Tensor:
-        """A parameter (K, ...) by the member of each of so many blocks or rows of this pass, (count, ...)."""
-        return self.current.pick(self, parameter, count)
-
-    @property
-    def noise(self) -> Noise:
-        return self.current.noise[self.key]
-
-    @property
-    def lines(self) -> Tensor:
-        """This pass's noise, one line for each draw (n, width)."""
-        return self.noise.row if self.per_row else self.noise.block
-
-    @property
-    def by_row(self) -> bool:
-        """Whether a pass draws in another way, for every row, where rows can be told apart."""
-        return not self.blockwise and self.widths(True) != self.widths(False)
-
-    @property
-    def per_row(self) -> bool:
-        """Whether this pass has noise for every row, not only for blocks of rows."""
-        return self.noise.seed is not None or self.noise.row.shape[1] > 0
-
-    @property
-    def drawn(self) -> int:
-        """How many draws this pass has: one for each row, or one for each block of rows."""
-        return self.lines.shape[0]  # len would fix it for torch.export
 
 
 class WeightPosterior(Posterior):

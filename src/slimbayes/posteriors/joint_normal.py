@@ -48,20 +48,20 @@ class JointNormalPosterior(WeightPosterior):
     rounded = False  # whether correlations may be rounded
     fitted = False  # whether the covariance was set, and nothing drawn since
 
-    def _begin(self, config: JointNormal, site: Site, size: int) -> None:
+    def _init_covariance(self, config: JointNormal, site: Site, size: int) -> None:
         assert isinstance(config.prior, Normal)
         self.site, self.size, self.prior = site, size, config.prior
         self.log_scale = nn.Parameter(torch.full((config.members, size), math.log(config.scale_init)))
         full, count = size <= config.full_up_to, config.directions
-        lower = torch.zeros(config.members, size * (size - 1) // 2 if full and count is None else 0)
-        self.lower = nn.Parameter(lower) if full and count is None else None
+        whole = full and count is None
+        self.lower = nn.Parameter(torch.zeros(config.members, size * (size - 1) // 2)) if whole else None
         self.register_parameter("directions", None)
         self.note = "" if full else f"independent: its {size:,} numbers are more than full_up_to={config.full_up_to:,}"
         if full and count is not None:
             # Small, but not zero, where the derivative by V is zero, too: it would stay there.
-            self._turn(torch.randn(config.members, size, count) * (0.1 / math.sqrt(size)))
+            self._use_directions(torch.randn(config.members, size, count) * (0.1 / math.sqrt(size)))
 
-    def _turn(self, directions: Tensor) -> None:
+    def _use_directions(self, directions: Tensor) -> None:
         self.lower = None
         self.directions = nn.Parameter(directions.contiguous())  # as it is once loaded, to the last bit
         self.note = f"the prior but for {directions.shape[2]:,} of {self.size:,} directions"
@@ -79,14 +79,14 @@ class JointNormalPosterior(WeightPosterior):
         return self.prior.loc
 
     @abstractmethod
-    def at(self, deviation: Tensor, by_member: ByMember) -> Any:
+    def draws_at(self, deviation: Tensor, by_member: ByMember) -> Any:
         """The draws of a pass that lie so far (n, D) from their members' means."""
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return self.size, 0
 
     def realise(self, noise: Noise) -> Any:
-        return self.at(self._deviation(noise.block, self.by_member), self.by_member)
+        return self.draws_at(self._deviation(noise.block, self.by_member), self.by_member)
 
     def _deviation(self, lines: Tensor, by_member: ByMember) -> Tensor:
         """L e of each draw's member, for e (n, D)."""
@@ -171,7 +171,7 @@ class JointNormalPosterior(WeightPosterior):
         moved = v @ v.mT - short @ short.mT
         change = moved + (v / (1 - lengths)) @ (v.mT @ moved)  # (1 - V V^T)^-1 = 1 + V (1 - V^T V)^-1 V^T
         fine = bool((torch.linalg.matrix_norm(change) <= ROUNDING).all())
-        self._turn((short if fine else v).to(self.log_scale))
+        self._use_directions((short if fine else v).to(self.log_scale))
         self.fitted = True
 
     def kl(self) -> Tensor:
@@ -219,7 +219,7 @@ class JointFactors(JointNormalPosterior, Rank1Posterior):
         Rank1Posterior.__init__(self, points.resolved(), site)
         biases = site.n_out if config.over == "both+bias" and site.bias else 0
         self.parts = [0 if config.over == "s" else site.n_out, 0 if config.over == "r" else site.n_in, biases]
-        self._begin(config, site, sum(self.parts))
+        self._init_covariance(config, site, sum(self.parts))
 
     @property
     def prior_of_factors(self) -> Any:
@@ -264,7 +264,7 @@ class JointFactors(JointNormalPosterior, Rank1Posterior):
         factors = torch.arange(self.size, device=self.device) < self.size - self.parts[2]
         return factors * self.prior.loc
 
-    def at(self, deviation: Tensor, by_member: ByMember) -> Drawn:
+    def draws_at(self, deviation: Tensor, by_member: ByMember) -> Drawn:
         count = len(deviation)
         r, s = (by_member(widen(factor.loc).squeeze(1), count) for factor in (self.r, self.s))
         change_r, change_s, change = deviation.split(self.parts, 1)

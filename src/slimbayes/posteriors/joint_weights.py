@@ -33,14 +33,14 @@ class JointWeights(JointNormalPosterior):
     def __init__(self, config: JointNormal, site: Site) -> None:
         super().__init__()
         self.regularises_bias = site.bias
-        self._begin(config, site, math.prod(site.shape) + (site.n_out if site.bias else 0))
+        self._init_covariance(config, site, math.prod(site.shape) + (site.n_out if site.bias else 0))
 
     def means(self) -> Tensor:
         linear = self.linear_map()
         own = [linear.weight, linear.bias] if self.site.bias and linear.bias is not None else [linear.weight]
         return torch.cat([widen(part).flatten() for part in own]).unsqueeze(0)
 
-    def at(self, deviation: Tensor, by_member: ByMember) -> tuple[Tensor, Tensor | None]:
+    def draws_at(self, deviation: Tensor, by_member: ByMember) -> tuple[Tensor, Tensor | None]:
         """Deviations of the weights (n, *shape), and of the biases (n, out), where the layer has any."""
         weight, bias = deviation.tensor_split([math.prod(self.site.shape)], 1)
         return weight.reshape(-1, *self.site.shape), bias if self.site.bias else None
