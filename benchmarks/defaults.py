@@ -38,7 +38,7 @@ from defaults_tasks import TASKS, Rows, Task, load, pack
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.train import likelihoods
+from slimbayes.train import heteroscedastic, likelihoods
 
 RECORD = Path(__file__).parents[1] / "results" / "defaults" / "cells.json"
 EARLIER = RECORD.with_name("earlier.json")  # rounds before, of which only the validation scores are shown
@@ -197,7 +197,7 @@ def _set_up(noise: str) -> None:
     warnings.simplefilter("ignore")
     if noise:
         bounds = map(float, noise.split(","))
-        likelihoods.LEAST_NOISE, likelihoods.UNIT_NOISE, likelihoods.MOST_NOISE = bounds
+        heteroscedastic.LEAST_NOISE, heteroscedastic.UNIT_NOISE, heteroscedastic.MOST_NOISE = bounds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -23,7 +23,7 @@ from cells import table as markdown
 from torch import Tensor, nn
 
 import slimbayes as sb
-from slimbayes.train import likelihoods
+from slimbayes.train import heteroscedastic, likelihoods
 
 ROOT = Path(__file__).parents[1]
 REGRESSION = (
@@ -166,8 +166,8 @@ def run(data: Path, out: Path) -> None:
 
 def with_noise(floor: float, unit: float, name: str, parts: dict[str, Any], seed: int) -> dict[str, Any]:
     """NLL of validation and far rows of a plain network whose noise has another floor and unit."""
-    before = likelihoods.LEAST_NOISE, likelihoods.UNIT_NOISE
-    likelihoods.LEAST_NOISE, likelihoods.UNIT_NOISE = floor, unit
+    before = heteroscedastic.LEAST_NOISE, heteroscedastic.UNIT_NOISE
+    heteroscedastic.LEAST_NOISE, heteroscedastic.UNIT_NOISE = floor, unit
     try:
         net = train(sb.Deterministic(), parts["train"], 2, seed, "heteroscedastic_gaussian")
         cell: dict[str, Any] = {"set": name, "seed": seed, "floor": floor, "unit": unit}
@@ -176,7 +176,7 @@ def with_noise(floor: float, unit: float, name: str, parts: dict[str, Any], seed
             cell[part] = float(-pred.log_prob(parts[part][1]).mean())
         return cell
     finally:
-        likelihoods.LEAST_NOISE, likelihoods.UNIT_NOISE = before
+        heteroscedastic.LEAST_NOISE, heteroscedastic.UNIT_NOISE = before
 
 
 def page(found: dict[str, Any]) -> str:

@@ -29,7 +29,7 @@ from tables_rivals import Found, Method, Split, boosting, deep_ensemble, ours, p
 
 import slimbayes as sb
 from slimbayes.metrics.functional import crps_mixture
-from slimbayes.train.likelihoods import UNIT_NOISE
+from slimbayes.train.heteroscedastic import UNIT_NOISE
 
 UCI = ["bostonhousing", "concrete", "energy", "power-plant", "wine-quality-red", "yacht"]
 OUTSIDE = ["kin8nm", "naval-propulsion-plant", "protein-tertiary-structure"]  # defaults are chosen on these

@@ -169,7 +169,7 @@ MUTATIONS = [
         "return own(*args, **kwargs)",
         'test_review_entries.py -k "method or generate"',
     ),
-    Mutation("noticed-once", "    posteriors[0].noticed = True\n", "", "test_engine.py -k never"),
+    Mutation("noticed-once", "    posteriors[0].told_of_unused = True\n", "", "test_engine.py -k never"),
     # The proof of rows.
     Mutation("proof-some-rows", "self._change(some, double, out2)", "pass", "test_engine.py -k within_a_batch"),
     Mutation("proof-first-half", "self._change(~second, double, out2)", "pass", "test_engine.py -k wrong_folding"),
@@ -202,7 +202,9 @@ MUTATIONS = [
         "test_outsiders.py -k cut_sequences",
     ),
     Mutation("steps-no-rows", "if looped and along:", "if False:", "test_outsiders.py -k run_one_by_one"),
-    Mutation("late-of-seed", "self.current.stream is not None and", "False and", "test_outsiders.py -k drawn_late"),
+    Mutation(
+        "late-of-seed", "kept = current.stream is not None and", "kept = False and", "test_outsiders.py -k drawn_late"
+    ),
     Mutation("proof-used", "    if probe.quiet.used:\n", "    if False:\n", "test_engine.py -k wrong_folding"),
     Mutation(
         "proof-outputs",
@@ -358,8 +360,8 @@ MUTATIONS = [
     ),
     Mutation(
         "kl-bias-twice",
-        "return [prior.gaussian_kl(widen(linear.bias)",
-        "return [2 * prior.gaussian_kl(widen(linear.bias)",
+        "return [self.bias_prior.gaussian_kl(widen(linear.bias)",
+        "return [2 * self.bias_prior.gaussian_kl(widen(linear.bias)",
         "contract/test_contract.py -k kl_is",
     ),
     Mutation(
@@ -488,7 +490,7 @@ MUTATIONS = [
         "return gaussian - q.loc if isinstance",
         "test_distributions.py",
     ),
-    Mutation("kl-excess", "- _entropy(q) - excess", "- _entropy(q)", "test_distributions.py"),
+    Mutation("kl-excess", "- _entropy(q) - correction", "- _entropy(q)", "test_distributions.py"),
     Mutation("log-density", "log_prob(x.log()) - x.log()", "log_prob(x.log())", "test_distributions.py"),
     Mutation(
         "cauchy-draw", "torch.sign(noise) / torch.tan(", "torch.sign(noise) * torch.tan(", "test_distributions.py"
@@ -516,8 +518,8 @@ MUTATIONS = [
     Mutation("noise-floor", "(LEAST_NOISE**2 + wide.square()).sqrt()", "wide", "test_objective.py"),
     Mutation(
         "posterior-rate",
-        "posterior_lr_multiplier if at[1] else 1.0",
-        "posterior_lr_multiplier if at[0] else 1.0",
+        "posterior_lr_multiplier if group.variational else 1.0",
+        "posterior_lr_multiplier if group.of_posterior else 1.0",
         "test_engine.py -k multiplier",
     ),
     Mutation(

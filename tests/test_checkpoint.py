@@ -14,7 +14,7 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes import files as atomic
-from slimbayes.convert.saved_config import read_config
+from slimbayes.convert.checkpoint import read_config
 
 
 def plain() -> nn.Sequential:

@@ -13,14 +13,9 @@ from torch import Tensor
 from torch import distributions as td
 
 import slimbayes as sb
-from slimbayes.distributions.families import (
-    FAMILIES,
-    distribution_from_dict,
-    rho_from_scale,
-    scale_from_rho,
-    standard_cauchy,
-)
-from slimbayes.distributions.kl import check_pair, kl
+from slimbayes.distributions.families import FAMILIES, check_pair, distribution_from_dict, standard_cauchy
+from slimbayes.distributions.kl import kl
+from slimbayes.distributions.scales import rho_from_scale, scale_from_rho
 
 
 def f64(*values: float) -> list[Tensor]:

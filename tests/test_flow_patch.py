@@ -8,7 +8,7 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.diagnostics import check
-from slimbayes.posteriors.patch import FlowPosterior
+from slimbayes.posteriors.flow_patch import FlowPosterior
 
 
 class Sum(nn.Module):

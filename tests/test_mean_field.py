@@ -451,7 +451,7 @@ def test_empirical_bayes_gradients_flow_through_the_variance() -> None:
     posterior = net.posterior["weight"]
     parameters = [net.weight, posterior.weight_log_scale]
     got = torch.autograd.grad(sb.kl(net), parameters)
-    expected = torch.autograd.grad(held.gaussian_kl(net.weight, posterior.log_scale(), 6), parameters)
+    expected = torch.autograd.grad(held.gaussian_kl(net.weight, posterior.log_scale()), parameters)
     for g, e in zip(got, expected, strict=True):
         torch.testing.assert_close(g, e)
 
@@ -485,7 +485,7 @@ WIDE = [(0.0, 0.03, 0.0025), (0.02, 0.1, 0.0025), (0.0, 0.3, 0.0025), (0.5, 1.0,
 def test_scale_mixture_kl_equals_quadrature(mean: float, scale: float, narrow: float) -> None:
     """Posteriors up to four times as wide as the prior's spike, to a thousandth of a nat."""
     prior = sb.ScaleMixture(mix=0.4, wide=1.0, narrow=narrow)
-    got = prior.gaussian_kl(torch.tensor([mean]), torch.tensor([scale]).log(), 1).item()
+    got = prior.gaussian_kl(torch.tensor([mean]), torch.tensor([scale]).log()).item()
     assert got == pytest.approx(mixture_kl(mean, scale, prior), abs=1e-3)
 
 
@@ -494,7 +494,7 @@ def test_scale_mixture_kl_equals_quadrature(mean: float, scale: float, narrow: f
 def test_scale_mixture_kl_of_wide_posteriors(mean: float, scale: float, narrow: float) -> None:
     """The default prior (narrow 0.0025) under scales that training reaches."""
     prior = sb.ScaleMixture(narrow=narrow)
-    got = prior.gaussian_kl(torch.tensor([mean]), torch.tensor([scale]).log(), 1).item()
+    got = prior.gaussian_kl(torch.tensor([mean]), torch.tensor([scale]).log()).item()
     assert got == pytest.approx(mixture_kl(mean, scale, prior), abs=1e-3)
 
 
@@ -514,7 +514,7 @@ def test_gradients_of_every_prior_are_finite(prior: Any, dtype: torch.dtype) -> 
     """From scales of 1e-13 to 400 and means up to a thousand."""
     mean = torch.tensor([0.0, 1e-6, 0.1, 10.0, 1000.0], dtype=dtype).repeat(5).requires_grad_()
     log_scale = torch.tensor([-30.0, -5.0, 0.0, 3.0, 6.0], dtype=dtype).repeat_interleave(5).requires_grad_()
-    value = prior.gaussian_kl(mean, log_scale, 9)
+    value = prior.for_layer(9).gaussian_kl(mean, log_scale)
     by_mean, by_scale = torch.autograd.grad(value, [mean, log_scale], allow_unused=True)
     assert bool(value.isfinite()) and bool(by_scale.isfinite().all())
     assert by_mean is None or bool(by_mean.isfinite().all())
@@ -525,7 +525,7 @@ def test_gradients_of_every_prior_are_finite(prior: Any, dtype: torch.dtype) -> 
 def test_gradients_of_every_prior_are_exact(prior: Any) -> None:
     mean, log_scale = torch.randn(6) * 0.3, torch.randn(6) * 0.3 - 2
     leaves = (mean.requires_grad_(), log_scale.requires_grad_())
-    assert torch.autograd.gradcheck(lambda m, s: prior.gaussian_kl(m, s, 9), leaves)
+    assert torch.autograd.gradcheck(lambda m, s: prior.for_layer(9).gaussian_kl(m, s), leaves)
 
 
 def test_laplace_prior_is_torchs_and_turns_into_l1() -> None:
@@ -534,7 +534,7 @@ def test_laplace_prior_is_torchs_and_turns_into_l1() -> None:
     expected = torch.distributions.kl_divergence(
         torch.distributions.Normal(mean, scale), torch.distributions.Laplace(torch.zeros(50), torch.full((50,), 0.3))
     ).sum()
-    torch.testing.assert_close(sb.LaplacePrior(0.3).gaussian_kl(mean, scale.log(), 1), expected)
+    torch.testing.assert_close(sb.LaplacePrior(0.3).gaussian_kl(mean, scale.log()), expected)
     net: Any = linear(4, 3, sb.MeanField(prior=sb.LaplacePrior(0.3), scale_init=1e-6, scale_jitter=0.0, bias="point"))
     sb.kl(net).backward()
     torch.testing.assert_close(net.weight.grad, net.weight.sign() / 0.3)

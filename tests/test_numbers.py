@@ -23,9 +23,9 @@ from slimbayes.distributions.kl import kl as kl_of
 from slimbayes.lab.papers.table import averages
 from slimbayes.lab.runs.scores import class_scores
 from slimbayes.layers import bayes_class
-from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.configs.base import Config
 from slimbayes.posteriors.k_tied import KTiedPosterior
-from slimbayes.posteriors.patch import chosen_layers
+from slimbayes.posteriors.target_layers import chosen_layers
 from slimbayes.prediction.accumulate import Accumulator
 from slimbayes.prediction.stacking import stack
 

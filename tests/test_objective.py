@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import slimbayes as sb
 from slimbayes.train import schedules
 from slimbayes.train.elbo import silent_of_dwarfed
-from slimbayes.train.likelihoods import noise_scale
+from slimbayes.train.heteroscedastic import noise_scale
 
 S, B, C = 5, 7, 4
 

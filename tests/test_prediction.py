@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.prediction.accumulate import Accumulator
-from slimbayes.train.likelihoods import noise_scale
+from slimbayes.train.heteroscedastic import noise_scale
 
 S, K, N, C = 12, 3, 40, 4
 WEIGHTS = (0.5, 0.25, 0.25)

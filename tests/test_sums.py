@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.distributions import joining, sums
-from slimbayes.distributions.families import rho_from_scale, scale_from_rho
 from slimbayes.distributions.kl import kl, summed_kl
+from slimbayes.distributions.scales import rho_from_scale, scale_from_rho
 
 FACTORS = [(5, 4, 1), (5, 4, 2), (1, 7, 3)]
 
@@ -22,8 +22,8 @@ def factors(m: int, n: int, k: int, dtype: torch.dtype = torch.float64) -> tuple
     return u.requires_grad_(), v.requires_grad_()
 
 
-def excess(u: Tensor, v: Tensor) -> Tensor:
-    return sums.excess(u, 0.3) + sums.excess(v, -0.2)
+def of_scales(u: Tensor, v: Tensor) -> Tensor:
+    return sums.kl_of_scales(u, 0.3) + sums.kl_of_scales(v, -0.2)
 
 
 def squares(u: Tensor, v: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def shifted(u: Tensor, v: Tensor) -> Tensor:
     return sums.mean_plus_noise(u, u.square(), torch.linspace(-1, 2, u.numel(), dtype=u.dtype).view_as(u)) * v[0]
 
 
-EVERY: list[Callable[[Tensor, Tensor], Tensor]] = [sums.outer, sums.sum_log_outer, excess, squares, shifted]
+EVERY: list[Callable[[Tensor, Tensor], Tensor]] = [sums.outer, sums.sum_log_outer, of_scales, squares, shifted]
 
 
 @pytest.mark.slow
@@ -56,10 +56,10 @@ def test_twins_agree(function: Any, dtype: torch.dtype, monkeypatch: pytest.Monk
         return [y.detach(), u.grad, v.grad]
 
     mine = results()
-    monkeypatch.setattr(sums, "by_hand", lambda x: True)
+    monkeypatch.setattr(sums, "needs_autograd", lambda x: True)
     for one, other in zip(mine, results(), strict=True):
         assert one.dtype == other.dtype
-        # The twin of `excess` in float32 adds up gradients that nearly cancel.
+        # The twin of `kl_of_scales` in float32 adds up gradients that nearly cancel.
         torch.testing.assert_close(one, other, rtol=1e-4 if dtype == torch.float32 else 1e-9, atol=1e-4)
 
 
@@ -93,7 +93,7 @@ def test_k_tied_kl_and_gradients_equal_those_of_its_log_scales(rank: int, prior:
     net: Any = sb.bayesianize(layer, sb.KTied(rank=rank, prior=prior, scale_init=start, scale_jitter=0.7))
     posterior = net.posterior["weight"]
     parameters = [net.weight, posterior.log_u, posterior.log_v]
-    expected = prior.gaussian_kl(net.weight, posterior.log_scale(), 36)
+    expected = prior.for_layer(36).gaussian_kl(net.weight, posterior.log_scale())
     torch.testing.assert_close(sb.kl(net), expected)
     gradients = [torch.autograd.grad(y, parameters, allow_unused=True) for y in (sb.kl(net), expected)]
     for one, other in zip(*gradients, strict=True):

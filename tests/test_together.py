@@ -15,8 +15,7 @@ from slimbayes import diagnostics as dg
 from slimbayes.decisions import Abstention, Temperature
 from slimbayes.distributions.families import Normal
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.train.fisher import _slope
-from slimbayes.train.likelihoods import noise_scale
+from slimbayes.train.heteroscedastic import noise_scale, noise_slope
 
 
 class Tied(nn.Module):
@@ -150,7 +149,7 @@ def test_a_flow_has_no_mean_at_hand() -> None:
 def test_fisher_slope_is_the_noise_derivative() -> None:
     raw = torch.linspace(-6, 12, 19, dtype=torch.float64, requires_grad=True)
     want = torch.autograd.grad(noise_scale(raw).sum(), raw)[0]
-    torch.testing.assert_close(_slope(torch.stack([raw, raw], -1).detach())[0], want)
+    torch.testing.assert_close(noise_slope(torch.stack([raw, raw], -1).detach())[0], want)
 
 
 def test_laplace_of_a_heteroscedastic_head_has_no_noise_of_its_own() -> None:

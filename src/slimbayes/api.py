@@ -43,9 +43,9 @@ from slimbayes.inference.laplace import laplace as laplace
 from slimbayes.inference.linearised import predict_linearised as predict_linearised
 from slimbayes.layers import register_layer as register_layer
 from slimbayes.posteriors import config_from_dict as config_from_dict
-from slimbayes.posteriors.base import Config as Config
 from slimbayes.posteriors.configs import Recipe as Recipe
 from slimbayes.posteriors.configs import recipe as recipe
+from slimbayes.posteriors.configs.base import Config as Config
 from slimbayes.posteriors.configs.base import Deterministic as Deterministic
 from slimbayes.posteriors.configs.gaussian import FullMatrixNormal as FullMatrixNormal
 from slimbayes.posteriors.configs.gaussian import KTied as KTied

@@ -3,6 +3,7 @@
 write_text, write_json, write_csv, write_bytes      one file, at once
 replacing                                           one file, written piece by piece
 write_folder, read_folder                           a folder with the sha256 of each file in its manifest.json
+find_folder                                         where it is, also after a writer died between two renames
 sweep                                               removes what killed writers left
 """
 
@@ -18,6 +19,7 @@ import re
 import secrets
 import shutil
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -108,6 +110,19 @@ def write_folder(path: Path, files: Mapping[str, bytes]) -> Path:
         raise _named(error, draft, path) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+    return path
+
+
+def find_folder(path: Path) -> Path:
+    """The folder of a checkpoint: its former state, with a warning, where a writer died between two renames."""
+    previous = path.with_name(path.name + ".previous")
+    if not path.exists() and previous.exists():
+        warnings.warn(
+            f"{path} is missing, but an interrupted save left its former state: reading {previous}.", stacklevel=3
+        )
+        return previous
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a checkpoint directory.")
     return path
 
 

@@ -2,8 +2,9 @@
 
 read_file       a regular file of at most so many bytes; pipes, devices, sockets and folders are refused unopened
 parse_json      JSON of bounded depth, each key once
+check_form      whether what it holds has the fields and types that it should
 
-Neither error quotes what it refuses.
+Errors quote a few characters of what they refuse at most.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import os
 import stat
 from pathlib import Path
 from typing import Any
+
+from slimbayes.errors import brief, cut
 
 LIMIT = 64 << 20  # bytes: a record with a thousand curves and all its pictures has a few million
 DEPTH = 64  # mappings and lists inside one another; ours have ten at most
@@ -69,6 +72,33 @@ def parse_json(data: bytes | str) -> Any:
         if not level:
             return tree
     raise ValueError(f"it is nested deeper than {DEPTH} levels")
+
+
+def check_form(value: Any, form: Any, place: str = "") -> None:
+    """Refuse what has another form, with a ValueError that says where: `form` is a type, a list of one form, a mapping
+    from any name to one form (its key is str), or fields by name, beside which there may be others.
+
+    Example:
+        >>> check_form({"layers": ["a", 3]}, {"layers": [str]})
+        Traceback (most recent call last):
+        ...
+        ValueError: layers.1 must be str, got 3
+    """
+    needed: Any = type(form) if isinstance(form, list | dict) else form
+    if not isinstance(value, needed) or (needed is not object and isinstance(value, bool)):
+        name = getattr(needed, "__name__", "int or null")
+        raise ValueError(f"{place or 'the whole'} must be {name}, got {brief(value)}")
+    if isinstance(form, list):
+        for number, inner in enumerate(value):
+            check_form(inner, form[0], f"{place}.{number}".lstrip("."))
+    elif isinstance(form, dict) and str in form:
+        for name, inner in value.items():
+            check_form(inner, form[str], f"{place}.{cut(name, most=60)}")
+    elif isinstance(form, dict):
+        for name, inner in form.items():
+            if name not in value:
+                raise ValueError(f"{f'{place}.{name}'.lstrip('.')} is missing")
+            check_form(value[name], inner, f"{place}.{name}".lstrip("."))
 
 
 def _inside(value: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import slimbayes as sb
-from slimbayes.distributions.families import rho_from_scale
+from slimbayes.distributions.scales import rho_from_scale
 
 
 class Matrix(NamedTuple):

@@ -29,16 +29,23 @@ from torch import Tensor, nn
 from slimbayes.convert.convert import Model, bayesianize, conversions_of, debayesianize
 from slimbayes.convert.plan import Selection
 from slimbayes.convert.remarks import report_unsaved
-from slimbayes.convert.saved_config import read_config
 from slimbayes.convert.summary import estimate_cost
 from slimbayes.convert.trainable import freeze, heads_among, is_saved_name
 from slimbayes.engine.locate import unwrapped
 from slimbayes.errors import SlimbayesWarning, cut
-from slimbayes.files import FORMAT, CheckpointError, as_json, read_folder, write_folder
+from slimbayes.files import FORMAT, CheckpointError, as_json, find_folder, read_folder, write_folder
 from slimbayes.layers.base import Converted
 from slimbayes.posteriors import config_from_dict
-from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.configs.base import Config
 from slimbayes.train.elbo import check_finite
+from slimbayes.untrusted import check_form, parse_json
+
+_FORM: Any = {  # of config.json
+    "conversions": [
+        {"module": str, "batch_dim": (int, type(None)), "groups": [{"config": {str: object}, "layers": [str]}]}
+    ],
+    "base": {"shapes": {str: [int]}, "sha256": str},
+}
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], base: bool = False) -> Path:
@@ -103,7 +110,7 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
     if inner is not model:
         load(inner, path, check_base)
         return model
-    folder = _present(Path(path))
+    folder = find_folder(Path(path))
     files = read_folder(folder, {"config.json", "posterior.safetensors"})
     config = read_config(files["config.json"], folder / "config.json")
     if any("_slimbayes" in m.__dict__ for m in model.modules()):
@@ -127,6 +134,22 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
         conversion.noise_rule = tuple(config["noise_rule"])
     model.load_state_dict(posterior | base, strict=False)
     return model
+
+
+def read_config(data: bytes, file: Path) -> dict[str, Any]:
+    """The fields of a config.json, which anybody may have written: each has its form checked before it is used."""
+    try:
+        config: dict[str, Any] = parse_json(data)
+        check_form(config, _FORM)
+        check_form(config.setdefault("noise_rule", []), [float], "noise_rule")
+        for number, record in enumerate(config["conversions"]):
+            record.setdefault("saved", [])
+            record.setdefault("frozen", 0)
+            for name in ("saved", "heads"):
+                check_form(record.get(name, []), [str], f"conversions.{number}.{name}")
+    except ValueError as error:
+        raise CheckpointError(f"{file} is damaged: {cut(str(error))}.") from error
+    return config
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -261,15 +284,3 @@ def _tensors(data: bytes, file: Path) -> dict[str, Tensor]:
         return load_tensors(data)
     except SafetensorError as error:
         raise CheckpointError(f"{file} is not a valid safetensors file: {cut(str(error))}.") from error
-
-
-def _present(path: Path) -> Path:
-    previous = path.with_name(path.name + ".previous")
-    if not path.exists() and previous.exists():
-        warnings.warn(
-            f"{path} is missing, but an interrupted save left its former state: reading {previous}.", stacklevel=3
-        )
-        return previous
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a checkpoint directory.")
-    return path

@@ -21,9 +21,10 @@ from slimbayes.layers import class_for
 from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import OF_MEMBER_0, copied_class
 from slimbayes.layers.methods import Opens, class_before, open_passes, turn_off_fast_paths
-from slimbayes.posteriors.base import Config, SiteConfig
+from slimbayes.posteriors.configs.base import Config, SiteConfig
 from slimbayes.posteriors.configs.whole_modules import Ensemble
-from slimbayes.train.likelihoods import NOISE_RULE
+from slimbayes.posteriors.ensemble import copies
+from slimbayes.train.heteroscedastic import NOISE_RULE
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -189,7 +190,7 @@ def _posteriors(decision: Decision, layer: nn.Module, device: torch.device) -> t
     """
     assert decision.config is not None
     if isinstance(decision.config, Ensemble):
-        members = decision.config.copies(layer)
+        members = copies(decision.config, layer)
         members.name = decision.name
         names = () if any(True for _ in layer.children()) else tuple(layer._parameters)
         return copied_class(type(layer), names), nn.ModuleDict({"members": members}).train(layer.training)

@@ -12,6 +12,7 @@ from slimbayes.engine import passes
 from slimbayes.engine.calls import total_draws
 from slimbayes.engine.modules import discard_plans
 from slimbayes.layers.base import Converted
+from slimbayes.posteriors.base import Posterior
 from slimbayes.posteriors.configs.whole_modules import Ensemble
 from slimbayes.posteriors.ensemble import shapes_of
 
@@ -76,7 +77,7 @@ def select(model: Model, members: Sequence[int]) -> Model:
         raise ValueError(f"select needs different numbers of members from 0 to {total - 1}, got {chosen!r}.")
     for p in posteriors:
         own = [k % p.members for k in chosen]
-        if p.members > 1 and not p.selectable:
+        if p.members > 1 and type(p).select is Posterior.select:
             raise ValueError(f"{p.name} ({type(p).__name__}): its members cannot be told apart from its parameters.")
         if p.members > 1 and len(set(own)) < len(own):
             raise ValueError(f"{p.name} has {p.members} members, of which {chosen!r} are not different ones.")

@@ -13,7 +13,7 @@ from slimbayes.errors import did_you_mean
 from slimbayes.layers import bayes_class, class_for
 from slimbayes.layers.anything import NOT_WORTH_IT, POSITIONS
 from slimbayes.layers.base import Converted
-from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.configs.base import Config
 
 Predicate = Callable[[str, nn.Module], bool]
 Pattern = str | type[nn.Module] | Predicate

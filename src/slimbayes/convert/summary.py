@@ -14,7 +14,7 @@ from slimbayes.engine.calls import total_draws
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers import bayes_class, class_for, kind_of
 from slimbayes.layers.base import Converted, sites_of
-from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.configs.base import Config
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def summary(model: nn.Module) -> Summary:
     posteriors = posteriors_of(model)
     # Members are shared by all layers and count once; what layers pick by themselves multiplies.
     size = sum(p.log_size for p in posteriors) + math.log(total_draws(posteriors, 1))
-    return Summary(tuple(rows), size, any(p.size_is_bound for p in posteriors) and math.isfinite(size))
+    return Summary(tuple(rows), size, any(p.late for p in posteriors) and math.isfinite(size))
 
 
 def _status_and_detail(decision: Decision, layer: nn.Module) -> tuple[str, str]:

@@ -5,7 +5,7 @@ What trains beside the posteriors, and batch norms, whose statistics move by the
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import nn
 
@@ -15,13 +15,12 @@ from slimbayes.errors import did_you_mean
 from slimbayes.layers.base import Converted
 
 Train = Literal["all", "posterior", "posterior+head"]
-_TRAIN = ("all", "posterior", "posterior+head")
 
 
 def modules_to_save(model: nn.Module, train: Train, head: Selection) -> tuple[list[str], list[str]]:
     """Names of modules to be saved with the posteriors, and of the heads among them, before a conversion."""
-    if train not in _TRAIN:
-        raise ValueError(f"bayesianize: unknown train {train!r}{did_you_mean(str(train), _TRAIN)}")
+    if train not in get_args(Train):
+        raise ValueError(f"bayesianize: unknown train {train!r}{did_you_mean(str(train), get_args(Train))}")
     if head is not None and train != "posterior+head":
         raise ValueError(
             f'bayesianize: head= is what trains beside the posterior; give train="posterior+head" too, not {train!r}.'
@@ -54,7 +53,7 @@ def freeze(model: nn.Module, heads: Sequence[str]) -> list[str]:
     Adam takes them anywhere.
     """
     trains, in_head = is_saved_name(model, heads), _is_inside(heads)
-    offsets = {id(q._parameters.get(name)) for q in posteriors_of(model) for name in q.offsets}
+    offsets = {id(p) for q in posteriors_of(model) for name, p in q.named_parameters() if q.role(name) == "offset"}
     frozen = [name for name, p in model.named_parameters() if p.requires_grad and not trains(name)]
     biases = [name for name, p in model.named_parameters() if id(p) in offsets and not in_head(name)]
     for name in frozen + biases:

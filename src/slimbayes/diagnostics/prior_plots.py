@@ -34,8 +34,7 @@ from torch import Tensor, nn
 
 from slimbayes.convert.convert import bayesianize
 from slimbayes.distributions.families import Cauchy, Distribution, Normal
-from slimbayes.posteriors.base import Config
-from slimbayes.posteriors.configs.base import check_choice
+from slimbayes.posteriors.configs.base import Config, check_choice
 from slimbayes.posteriors.configs.mixture import DropConnect, Mixture
 from slimbayes.prediction.panels import empty_figure, remove_box
 from slimbayes.prediction.sample import frozen, sample

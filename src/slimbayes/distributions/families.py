@@ -21,10 +21,6 @@ import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
-from slimbayes.distributions.scales import dropout_scale as dropout_scale
-from slimbayes.distributions.scales import rho_from_scale as rho_from_scale
-from slimbayes.distributions.scales import scale_from_rho as scale_from_rho
-from slimbayes.distributions.scales import widen as widen
 from slimbayes.errors import brief, did_you_mean
 
 if TYPE_CHECKING:
@@ -33,7 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from slimbayes.distributions.priors import Sums
+    from slimbayes.distributions.priors import ScaleSums
 
     Value = float | Tensor
 else:
@@ -47,6 +43,7 @@ class Distribution:
 
     support: ClassVar[str] = "real"
     above_zero: ClassVar[tuple[str, ...]] = ()  # fields that must be positive and finite
+    per_layer: ClassVar[bool] = False  # whether it follows from the weights of a layer: another one for each
 
     def __post_init__(self) -> None:
         for name in self.above_zero:
@@ -66,12 +63,16 @@ class Distribution:
         """Log density at x."""
         raise TypeError(f"{type(self).__name__} has no density.")
 
-    def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
-        """The density this prior stands for beside a Gaussian posterior with these means and log scales."""
+    def for_layer(self, fan_in: int) -> Distribution:
+        """This prior on the weights of a layer of which so many inputs feed one output."""
         return self
 
-    def taken_with(self, fan_in: int) -> Any:
-        """What layers under this prior must have in common for their KL to be that of all their weights at once."""
+    def for_biases(self) -> Distribution:
+        """This prior on the biases beside them."""
+        return self
+
+    def of_weights(self, mean: Tensor, log_scale: Tensor) -> Distribution:
+        """The density this prior stands for beside a Gaussian posterior with these means and log scales."""
         return self
 
     def initial(self, *shape: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -115,25 +116,25 @@ class Normal(_LocScale):
     def log_prob(self, x: Tensor) -> Tensor:
         return -0.5 * ((x - self.loc) / self.scale) ** 2 - log_of(self.scale) - 0.5 * math.log(2 * math.pi)
 
-    def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
+    def gaussian_kl(self, mean: Tensor, log_scale: Tensor) -> Tensor:
         """KL of independent Normal(mean, exp(log_scale)) weights to this prior, summed: a scalar.
 
         >>> import torch
-        >>> Normal(0.0, 1.0).gaussian_kl(torch.zeros(3), torch.zeros(3), fan_in=1)
+        >>> Normal(0.0, 1.0).gaussian_kl(torch.zeros(3), torch.zeros(3))
         tensor(0.)
         """
-        from slimbayes.distributions.sums import excess, squared_norm
+        from slimbayes.distributions.sums import kl_of_scales, squared_norm
 
         loc, scale = float(self.loc), float(self.scale)
-        return excess(log_scale, math.log(scale)) + squared_norm(mean - loc if loc else mean) * (0.5 / scale**2)
+        return kl_of_scales(log_scale, math.log(scale)) + squared_norm(mean - loc if loc else mean) * (0.5 / scale**2)
 
-    def kl_of_sums(self, means: Sequence[Tensor], sums: Sums, fan_in: int) -> Tensor:
-        """The same of weights whose scales are known by their sums, of layers that are `taken_with` each other."""
+    def kl_of_sums(self, means: Sequence[Tensor], sums: ScaleSums) -> Tensor:
+        """The same of weights whose scales are known by their sums, of one layer or, unless `per_layer`, of several."""
         from slimbayes.distributions.sums import squared_norms
 
         loc, scale = float(self.loc), float(self.scale)
         distance = squared_norms([mean - loc for mean in means] if loc else means) * (0.5 / scale**2)
-        return sums.excess(scale).to(means[0].dtype) + distance
+        return sums.kl(scale).to(means[0].dtype) + distance
 
 
 class Cauchy(_LocScale):

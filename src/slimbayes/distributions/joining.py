@@ -19,8 +19,8 @@ from torch import Tensor
 MANY = {"cuda": 8}  # by kind of device: parameters from which on this pays; on a CPU it does for none
 
 
-def by_hand(x: Tensor) -> bool:
-    """Whether autograd's own backward is called for."""
+def needs_autograd(x: Tensor) -> bool:
+    """Whether autograd must see plain operations, and no backward of our own: for compilers, torch.func, shards."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or hasattr(x, "full_tensor")
 
 
@@ -49,7 +49,7 @@ def side_by_side(parts: Sequence[Tensor], dim: int, held: list[Any] | None = Non
             [0., 1., 1.]])
     """
     many = len(parts) >= MANY.get(parts[0].device.type, 2**62)
-    if not many or not torch.is_grad_enabled() or by_hand(parts[0]):
+    if not many or not torch.is_grad_enabled() or needs_autograd(parts[0]):
         return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
     whole: Tensor = _side_by_side(dim, *parts)
     if held is not None and all(

@@ -35,10 +35,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slimbayes.distributions.families import Cauchy, Distribution, LogNormal, LogUniform, Normal, Point, log_of, widen
-from slimbayes.distributions.families import check_pair as check_pair
-from slimbayes.distributions.joining import by_hand
-from slimbayes.distributions.scales import scale_from_rho
+from slimbayes.distributions.families import (
+    Cauchy,
+    Distribution,
+    LogNormal,
+    LogUniform,
+    Normal,
+    Point,
+    check_pair,
+    log_of,
+)
+from slimbayes.distributions.joining import needs_autograd
+from slimbayes.distributions.scales import scale_from_rho, widen
 from slimbayes.distributions.sums import sum_dtype
 
 
@@ -83,7 +91,7 @@ def summed_kl(
     """
     # A pair that is known has a location and a scale.
     known = (family, type(prior)) in _SLOPES and {type(prior.loc), type(prior.scale)} <= {int, float}
-    if known and not by_hand(locs[0]):
+    if known and not needs_autograd(locs[0]):
         roots = (*locs, *rhos) if loc is None or rho is None else (loc, rho)
         return _apply(family, prior, (locs, rhos), *roots)
     q: Any = family
@@ -192,8 +200,8 @@ def _kl_by_quadrature(q: Any, p: Any) -> Tensor:
     weight = torch.softmax(-0.5 * z**2, -1)
     every = type(q)(q.loc.unsqueeze(-1), q.scale.unsqueeze(-1))
     # a log-uniform's log|x| is half of a Cauchy's log(x^2 + scale^2) at scale zero, and so is what its pole adds
-    excess = _excess(a, b) * (0.5 if isinstance(p, LogUniform) else 1.0)
-    return -(weight * p.log_prob(every.rsample(z))).sum(-1) - _entropy(q) - excess
+    correction = _pole_correction(a, b) * (0.5 if isinstance(p, LogUniform) else 1.0)
+    return -(weight * p.log_prob(every.rsample(z))).sum(-1) - _entropy(q) - correction
 
 
 def _pole(q: Any, p: Any) -> tuple[Tensor, Tensor]:
@@ -205,7 +213,7 @@ def _pole(q: Any, p: Any) -> tuple[Tensor, Tensor]:
     return ((real - q.loc) / q.scale).clamp(-40, 40), (imag / q.scale).clamp(max=4.0)
 
 
-def _excess(a: Tensor, b: Tensor) -> Tensor:
+def _pole_correction(a: Tensor, b: Tensor) -> Tensor:
     """What a rule of step h adds by stepping over poles z0 = a +- i b: 2 h Re phi(z0) log(1 + e^(-2 pi b / h))."""
     phi = torch.exp(0.5 * (b**2 - a**2)) / math.sqrt(2 * math.pi)
     return 2 * _STEP * phi * torch.cos(a * b) * torch.log1p(torch.exp(-2 * math.pi * b / _STEP))

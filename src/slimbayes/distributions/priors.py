@@ -1,5 +1,6 @@
 """Priors on the weights of mean-field posteriors: as `Normal` itself, each gives the KL of a Gaussian posterior with
-means and log scales (`gaussian_kl`), and most from sums over the scales (`kl_of_sums`).
+means and log scales (`gaussian_kl`), and most from sums over the scales (`kl_of_sums`). `HeNormal` is a `Normal` for
+each layer.
 
 Sizes: m the fan-in of a weight matrix, the number of inputs that feed one output.
 """
@@ -17,65 +18,50 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Sums(NamedTuple):
+class ScaleSums(NamedTuple):
     """What most priors need to know of the scales of n weights: sum log sigma and sum sigma^2, scalars."""
 
     size: int  # n
     log_scale: Tensor
     variance: Tensor
 
-    def excess(self, scale: float) -> Tensor:
+    def kl(self, scale: float) -> Tensor:
         """KL of the weights about the means of a prior with this scale."""
         return 0.5 * (self.variance / scale**2 - self.size) - (self.log_scale - self.size * math.log(scale))
 
 
-def gaussian_log_ratio(deviation: Tensor, mean: Tensor, log_scale: Tensor, prior: Any, fan_in: int) -> Tensor:
+def gaussian_log_ratio(deviation: Tensor, mean: Tensor, log_scale: Tensor, prior: Any) -> Tensor:
     """log p(w) - log q(w) of draws w = mean + deviation of Normal(mean, exp(log_scale)) weights, summed over the
     weights.
 
     Shape: deviation (n, ...), mean and log_scale (...); returns (n,) in float64.
 
     >>> import torch
-    >>> gaussian_log_ratio(torch.ones(2, 3), torch.zeros(3), torch.zeros(3), Normal(0.0, 1.0), fan_in=1)
+    >>> gaussian_log_ratio(torch.ones(2, 3), torch.zeros(3), torch.zeros(3), Normal(0.0, 1.0))
     tensor([0., 0.], dtype=torch.float64)
     """
     deviation, mean, log_scale = deviation.double(), mean.double(), log_scale.double()
     log_q = -0.5 * (deviation * (-log_scale).exp()).square() - log_scale - 0.5 * math.log(2 * math.pi)
-    log_p = prior.of_weights(mean, log_scale, fan_in).log_prob(mean + deviation)
+    log_p = prior.of_weights(mean, log_scale).log_prob(mean + deviation)
     return (log_p - log_q).flatten(1).sum(1)
-
-
-def prior_of_biases(prior: Any) -> Any:
-    """The prior of Gaussian biases beside weights with this prior: the same, but He's rule has no word on biases."""
-    return Normal(0.0, 1.0) if isinstance(prior, HeNormal) else prior
 
 
 @dataclass(frozen=True)
 class HeNormal(Distribution):
     """Normal(0, sqrt(gain / m)), as He initialisation: wide layers do not shrink the signal. Biases get Normal(0, 1).
 
-    >>> import torch
-    >>> HeNormal().gaussian_kl(torch.zeros(2), torch.zeros(2), fan_in=2)
-    tensor(0.)
+    >>> HeNormal().for_layer(fan_in=2)
+    Normal(loc=0.0, scale=1.0)
     """
 
     gain: float = 2.0
     above_zero = ("gain",)
 
-    def normal(self, fan_in: int) -> Normal:
+    def for_layer(self, fan_in: int) -> Distribution:
         return Normal(0.0, math.sqrt(self.gain / fan_in))
 
-    def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
-        return self.normal(fan_in).gaussian_kl(mean, log_scale, fan_in)
-
-    def kl_of_sums(self, means: Sequence[Tensor], sums: Sums, fan_in: int) -> Tensor:
-        return self.normal(fan_in).kl_of_sums(means, sums, fan_in)
-
-    def taken_with(self, fan_in: int) -> Any:
-        return self, fan_in
-
-    def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
-        return self.normal(fan_in)
+    def for_biases(self) -> Distribution:
+        return Normal(0.0, 1.0)  # He's rule has no word on them
 
 
 @dataclass(frozen=True)
@@ -83,22 +69,22 @@ class TiedMean(Distribution):
     """Normal(posterior mean, scale): regularises scales alone, as the rank-1 paper's mean-field baseline does.
 
     >>> import torch
-    >>> TiedMean(1.0).gaussian_kl(torch.tensor([5.0]), torch.zeros(1), fan_in=1)
+    >>> TiedMean(1.0).gaussian_kl(torch.tensor([5.0]), torch.zeros(1))
     tensor(0.)
     """
 
     scale: float = 0.1
     above_zero = ("scale",)
 
-    def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
-        from slimbayes.distributions.sums import excess
+    def gaussian_kl(self, mean: Tensor, log_scale: Tensor) -> Tensor:
+        from slimbayes.distributions.sums import kl_of_scales
 
-        return excess(log_scale, math.log(self.scale))
+        return kl_of_scales(log_scale, math.log(self.scale))
 
-    def kl_of_sums(self, means: Sequence[Tensor], sums: Sums, fan_in: int) -> Tensor:
-        return sums.excess(self.scale).to(means[0].dtype)
+    def kl_of_sums(self, means: Sequence[Tensor], sums: ScaleSums) -> Tensor:
+        return sums.kl(self.scale).to(means[0].dtype)
 
-    def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
+    def of_weights(self, mean: Tensor, log_scale: Tensor) -> Distribution:
         return Normal(mean, self.scale)
 
 
@@ -107,8 +93,8 @@ class LaplacePrior(Distribution):
     """Laplace(0, scale): as scales of the posterior vanish, the KL becomes L1 regularisation, |mean| / scale.
 
     >>> import torch
-    >>> kl = LaplacePrior(0.5).gaussian_kl(torch.tensor([3.0, 1.0]), torch.full((2,), -20.0), fan_in=1)
-    >>> kl - LaplacePrior(0.5).gaussian_kl(torch.tensor([2.0, 1.0]), torch.full((2,), -20.0), fan_in=1)
+    >>> kl = LaplacePrior(0.5).gaussian_kl(torch.tensor([3.0, 1.0]), torch.full((2,), -20.0))
+    >>> kl - LaplacePrior(0.5).gaussian_kl(torch.tensor([2.0, 1.0]), torch.full((2,), -20.0))
     tensor(2.)
     """
 
@@ -118,7 +104,7 @@ class LaplacePrior(Distribution):
     def log_prob(self, x: Tensor) -> Tensor:
         return -x.abs() / self.scale - math.log(2 * self.scale)
 
-    def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
+    def gaussian_kl(self, mean: Tensor, log_scale: Tensor) -> Tensor:
         scaled = mean * (-log_scale).exp()
         size = math.sqrt(2 / math.pi) * (log_scale - 0.5 * scaled.square()).exp() + mean * (scaled / math.sqrt(2)).erf()
         entropy = log_scale + 0.5 * math.log(2 * math.pi * math.e)
@@ -134,39 +120,37 @@ class EmpiricalBayes(Distribution):
     The term is KL(q || Normal(0, v*)) - log InverseGamma(v*; a, b); gradients flow through v*.
 
     >>> import torch
-    >>> EmpiricalBayes().gaussian_kl(torch.zeros(4), torch.zeros(4), fan_in=2).isfinite()
+    >>> EmpiricalBayes().gaussian_kl(torch.zeros(4), torch.zeros(4)).isfinite()
     tensor(True)
     """
 
     concentration: float = 2.01
     rate: float = 0.101
     above_zero = ("concentration", "rate")
+    per_layer: ClassVar[bool] = True
 
-    def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
-        return self.kl_of_sums([mean], _sums(log_scale), fan_in)
+    def gaussian_kl(self, mean: Tensor, log_scale: Tensor) -> Tensor:
+        return self.kl_of_sums([mean], _sums(log_scale))
 
-    def kl_of_sums(self, means: Sequence[Tensor], sums: Sums, fan_in: int) -> Tensor:
+    def kl_of_sums(self, means: Sequence[Tensor], sums: ScaleSums) -> Tensor:
         a, b, n = self.concentration, self.rate, sums.size
         moment, variance = self._moment_and_variance(means, sums)
         divergence = 0.5 * (moment / variance + n * variance.log() - n) - sums.log_scale
         hyperprior = a * math.log(b) - math.lgamma(a) - (a + 1) * variance.log() - b / variance
         return (divergence - hyperprior).to(means[0].dtype)
 
-    def taken_with(self, fan_in: int) -> Any:
-        return object()  # each layer has a variance of its own
-
-    def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
+    def of_weights(self, mean: Tensor, log_scale: Tensor) -> Distribution:
         return Normal(0.0, self._moment_and_variance([mean], _sums(log_scale))[1].sqrt())
 
-    def _moment_and_variance(self, means: Sequence[Tensor], sums: Sums) -> tuple[Tensor, Tensor]:
+    def _moment_and_variance(self, means: Sequence[Tensor], sums: ScaleSums) -> tuple[Tensor, Tensor]:
         from slimbayes.distributions.sums import squared_norms
 
         moment = sums.variance + squared_norms(means)
         return moment, (moment + 2 * self.rate) / (sums.size + 2 * self.concentration + 2)
 
 
-def _sums(log_scale: Tensor) -> Sums:
-    return Sums(log_scale.numel(), log_scale.sum(), (2 * log_scale).exp().sum())
+def _sums(log_scale: Tensor) -> ScaleSums:
+    return ScaleSums(log_scale.numel(), log_scale.sum(), (2 * log_scale).exp().sum())
 
 
 @dataclass(frozen=True)
@@ -176,7 +160,7 @@ class ScaleMixture(Distribution):
     Its KL has no closed form; the expected log prior is a quadrature over each weight's posterior: no sampling noise.
 
     >>> import torch
-    >>> bool(ScaleMixture().gaussian_kl(torch.zeros(3), torch.zeros(3), fan_in=1) > 0)
+    >>> bool(ScaleMixture().gaussian_kl(torch.zeros(3), torch.zeros(3)) > 0)
     True
     """
 
@@ -197,7 +181,7 @@ class ScaleMixture(Distribution):
         wide = Normal(0.0, self.wide).log_prob(x) + math.log(self.mix)
         return wide.logaddexp(Normal(0.0, self.narrow).log_prob(x) + math.log(1 - self.mix))
 
-    def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
+    def gaussian_kl(self, mean: Tensor, log_scale: Tensor) -> Tensor:
         import torch
 
         # log p = log(mix N_wide) + bump, where the bump lives on the narrow component's scale. The first has a closed

@@ -40,6 +40,28 @@ def rho_from_scale(scale: float) -> float:
     return excess if excess > 30 else math.log(math.expm1(excess))
 
 
+def cholesky_factor(log_scale: Tensor, below: Tensor | None) -> Tensor:
+    """diag(e^log_scale) (1 + T), T strictly lower triangular, in float32 at least: correlations are apart from scales.
+
+    Shape: log_scale (..., D), below (..., D (D - 1) / 2) what T has, row by row, None for zeros; returns (..., D, D).
+
+    >>> import torch
+    >>> cholesky_factor(torch.zeros(2), torch.tensor([0.5]))
+    tensor([[1.0000, 0.0000],
+            [0.5000, 1.0000]])
+    """
+    import torch
+
+    scale = widen(log_scale).exp()
+    if below is None:
+        return torch.diag_embed(scale)
+    size = scale.shape[-1]
+    unit = torch.eye(size, dtype=scale.dtype, device=scale.device).flatten().repeat(*scale.shape[:-1], 1)
+    row, column = torch.tril_indices(size, size, -1, device=scale.device)
+    index = (row * size + column).expand(below.shape)
+    return scale.unsqueeze(-1) * unit.scatter(-1, index, widen(below)).unflatten(-1, (size, size))
+
+
 def dropout_scale(rate: float) -> float:
     """Standard deviation of the multiplicative noise of dropout with this rate: sqrt(p / (1 - p)).
 

@@ -1,11 +1,11 @@
 """Products and sums over all weights of a matrix in few passes: backward computes anew what autograd would have kept.
 
-    outer(u, v)          u v^T
-    sum_log_outer(u, v)  sum log(u v^T)
-    excess(l, c)         sum (e^t - 1 - t) / 2,   t = 2 (l - c)
-    squared_norm(x)      sum x^2
-    squared_norms(xs)    the same over many tensors
-    shifted(m, s, e)     m + s o e
+    outer(u, v)               u v^T
+    sum_log_outer(u, v)       sum log(u v^T)
+    kl_of_scales(l, c)        sum (e^t - 1 - t) / 2,   t = 2 (l - c)
+    squared_norm(x)           sum x^2
+    squared_norms(xs)         the same over many tensors
+    mean_plus_noise(m, s, e)  m + s o e
 
 Each has a twin in plain operations, for compilers, torch.func and sharded tensors.
 
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import widen
-from slimbayes.distributions.joining import by_hand, joined_among
+from slimbayes.distributions.joining import joined_among, needs_autograd
+from slimbayes.distributions.scales import widen
 from slimbayes.kernels import LARGE, ready
 
 
@@ -33,7 +33,7 @@ def outer(u: Tensor, v: Tensor) -> Tensor:
     >>> outer(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [5.0, 6.0]]))
     tensor([[11., 17.]])
     """
-    if not by_hand(u):
+    if not needs_autograd(u):
         return _Outer.apply(u, v)
     first, *others = zip(u.unsqueeze(1).unbind(2), v.unbind(1), strict=True)
     total = first[0] * first[1]
@@ -50,7 +50,7 @@ def sum_log_outer(u: Tensor, v: Tensor) -> Tensor:
     >>> sum_log_outer(torch.ones(3, 2), torch.ones(4, 2))  # 12 log 2
     tensor(8.3178, dtype=torch.float64)
     """
-    if by_hand(u):
+    if needs_autograd(u):
         return _rows_summed(outer(u, v).log())
     if ready(u) and u.shape[1] <= 8 and u.dtype == v.dtype == torch.float32 and u.shape[0] * v.shape[0] >= LARGE:
         from slimbayes.kernels import tied
@@ -59,14 +59,15 @@ def sum_log_outer(u: Tensor, v: Tensor) -> Tensor:
     return _SumLogOuter.apply(u, v)
 
 
-def excess(log_scale: Tensor, log_prior: float) -> Tensor:
-    """Sum of (e^t - 1 - t) / 2 with t = 2 log(scale / prior): exact at t = 0, and never negative. A scalar.
+def kl_of_scales(log_scale: Tensor, log_prior: float) -> Tensor:
+    """KL between normals of one mean: the sum of (e^t - 1 - t) / 2 with t = 2 log(scale / prior), exact at t = 0, and
+    never negative. A scalar.
 
-    >>> excess(torch.zeros(3), 0.0), excess(torch.ones(1), 0.0)  # (e^2 - 3) / 2
+    >>> kl_of_scales(torch.zeros(3), 0.0), kl_of_scales(torch.ones(1), 0.0)  # (e^2 - 3) / 2
     (tensor(0.), tensor(2.1945))
     """
-    if not by_hand(log_scale):
-        return _Excess.apply(log_scale, log_prior)
+    if not needs_autograd(log_scale):
+        return _KLOfScales.apply(log_scale, log_prior)
     t = 2 * (log_scale - log_prior)
     return 0.5 * (t.expm1() - t).sum()
 
@@ -77,9 +78,9 @@ def mean_plus_noise(mean: Tensor, scale: Tensor, noise: Tensor) -> Tensor:
     >>> mean_plus_noise(torch.ones(2), torch.full((2,), 0.5), torch.tensor([-1.0, 2.0]))
     tensor([0.5000, 2.0000])
     """
-    if by_hand(mean) or noise.requires_grad or not mean.dtype == scale.dtype == noise.dtype:
+    if needs_autograd(mean) or noise.requires_grad or not mean.dtype == scale.dtype == noise.dtype:
         return mean + scale * noise
-    return _Shifted.apply(mean, scale, noise)
+    return _MeanPlusNoise.apply(mean, scale, noise)
 
 
 def squared_norm(x: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ def squared_norm(x: Tensor) -> Tensor:
     >>> squared_norm(torch.tensor([3.0, 4.0]))
     tensor(25.)
     """
-    return x.square().sum() if by_hand(x) or x.dim() < 2 else _SquaredNorm.apply(x)
+    return x.square().sum() if needs_autograd(x) or x.dim() < 2 else _SquaredNorm.apply(x)
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -98,7 +99,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     tensor(25.)
     """
     plain = all(type(x) in (Tensor, nn.Parameter) for x in tensors)
-    if plain and not by_hand(tensors[0]):
+    if plain and not needs_autograd(tensors[0]):
         return _SquaredNorms.apply(tensors, *joined_among(tensors))
     return widen(torch.cat([x.flatten() for x in tensors])).square().sum()
 
@@ -157,7 +158,7 @@ class _SumLogOuter(torch.autograd.Function):
         return gradient * of_u, gradient * of_v
 
 
-class _Excess(torch.autograd.Function):
+class _KLOfScales(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, log_scale: Tensor, log_prior: float) -> Tensor:
         ctx.save_for_backward(log_scale)
@@ -209,7 +210,7 @@ class _SquaredNorms(torch.autograd.Function):
         return None, None, *[g if need else None for g, need in zip(found, ctx.needs_input_grad[2:], strict=True)]
 
 
-class _Shifted(torch.autograd.Function):
+class _MeanPlusNoise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mean: Tensor, scale: Tensor, noise: Tensor) -> Tensor:
         ctx.save_for_backward(noise)

@@ -238,8 +238,14 @@ def warn_of_part(module: nn.Module, posteriors: Sequence[Any], rows: int) -> Non
         return
     part = posteriors[0].name if "_slimbayes" not in module.__dict__ else ""
     before, _PART.latest = getattr(_PART, "latest", None), (part, posteriors[0].conversion, rows)
-    if part and before and before[0] not in ("", part) and before[1:] == _PART.latest[1:] and not posteriors[0].alone:
-        posteriors[0].alone = True
+    if (
+        part
+        and before
+        and before[0] not in ("", part)
+        and before[1:] == _PART.latest[1:]
+        and not posteriors[0].told_of_part
+    ):
+        posteriors[0].told_of_part = True
         warnings.warn(
             f"{posteriors[0].name or type(module).__name__} is called by itself after another part: each such call "
             f"shares its rows out among members anew, so that parts which belong together (net.head(net.body(x)), a "
@@ -252,11 +258,11 @@ def warn_of_part(module: nn.Module, posteriors: Sequence[Any], rows: int) -> Non
 
 def warn_of_unused(posteriors: Sequence[Any], done: passes.Pass, function: Any = None, out: Any = None) -> None:
     """After the first pass, say which layers never ran: their posteriors have no part in any prediction."""
-    if torch.compiler.is_compiling() or posteriors[0].noticed:
+    if torch.compiler.is_compiling() or posteriors[0].told_of_unused:
         return
     if isinstance(function, nn.Module) and any("_orig_mod" in m._modules for m in modules_of(function)):
         return  # compiled code leaves no trace in `met`
-    posteriors[0].noticed = True
+    posteriors[0].told_of_unused = True
     silent = [p for p in posteriors if p.layer is not None and p.layer.trace_of(p) not in done.met]
     for posterior in silent:
         posterior.note = "did not run in the first pass"

@@ -23,6 +23,10 @@ _KEYS = count()
 class Keyed(nn.Module):
     """A module that passes know by a key of its own; copies get new keys."""
 
+    conversion: int = 0  # the number of the conversion that it comes from
+    told_of_unused: bool = False  # whether a first pass has told which layers never ran
+    told_of_part: bool = False  # whether it was told that a part of a model was called by itself
+
     def __init__(self) -> None:
         super().__init__()
         self.key = f"p{next(_KEYS)}"

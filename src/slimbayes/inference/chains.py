@@ -29,6 +29,7 @@ from slimbayes.inference.means import member_factors, set_factors
 from slimbayes.posteriors.configs.base import check_choice, check_count, check_whole
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.posteriors.factors import Drawn
+from slimbayes.posteriors.rank1 import Rank1Posterior
 from slimbayes.train.elbo import check_finite
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
@@ -142,7 +143,9 @@ def sample_posterior(
     said = [] if plain else conversions_of(model)
     if means and (include is not None or exclude is not None):
         raise ValueError("sample_posterior: include and exclude choose layers of a plain model; this one's are set.")
-    prior = prior or next((p.prior_of_factors for p in passes.posteriors_of(model)), None) or Normal(1.0, 0.1)
+    first = next(iter(passes.posteriors_of(model)), None)
+    known = first.prior_of_factors if isinstance(first, Rank1Posterior) else None
+    prior = prior or known or Normal(1.0, 0.1)
     work = copy_modules(model) if not plain or base_lr else model
     generator = torch.Generator().manual_seed(key(seed_of(seed), "chains"))
     try:

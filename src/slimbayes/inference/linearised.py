@@ -25,8 +25,8 @@ from slimbayes.engine.locate import batch_dim_of, check_size, layout_of
 from slimbayes.engine.noise import Seed, key, seed_of
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.sharing import evaluating
-from slimbayes.posteriors.joint_forms import Watched
-from slimbayes.posteriors.joint_normal import Joint
+from slimbayes.posteriors.joint_normal import JointNormalPosterior
+from slimbayes.posteriors.joint_weights import Watched
 from slimbayes.prediction.batches import batches_of, rows_of
 from slimbayes.prediction.checks import check_draws, check_noise_rule
 from slimbayes.prediction.predict import select
@@ -60,7 +60,7 @@ class RowDerivatives:
 def joints_of(model: nn.Module) -> list[Any]:
     """The joint posteriors of a model; refused where others have a part in its draws."""
     found = passes.posteriors_of(model)
-    others = [p.name for p in found if not isinstance(p, Joint)]
+    others = [p.name for p in found if not isinstance(p, JointNormalPosterior)]
     if others or not found:
         what = f"{others[0]} has another one" if others else "the model has none"
         raise ValueError(f"Derivatives are taken in the numbers of JointNormal posteriors, but {what}; see laplace.")
@@ -102,7 +102,7 @@ def rows_at_means(
         ]
         for p, deviation, watch in zip(joints, deviations, watched, strict=True):
             new.put(p.key, Noise(deviation.detach()[:, :0], deviation.detach()[:, :0]))
-            new.values[p.key] = watch or p.at(deviation, pick)
+            new.values[p.key] = watch or p.draws_at(deviation, pick)
         outputs = select(passes.run(new, model, *inputs[0], **inputs[1]), output)
         return RowDerivatives(start, outputs, deviations, watched)
 

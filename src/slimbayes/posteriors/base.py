@@ -1,6 +1,6 @@
-"""The abstract Config and Posterior: what a method must provide, and the only thing the rest of the library sees.
+"""The abstract Posterior: what a method must provide, and with its Config (configs/base.py) the only thing that the
+rest of the library sees.
 
-    Config, SiteConfig  what a user chooses (configs/base.py)
     Posterior           draws of one weight matrix (or module) and their KL
     WeightPosterior     a Posterior whose draws are weight matrices
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -20,16 +20,14 @@ from torch import Tensor
 
 from slimbayes.engine import passes
 from slimbayes.engine.modules import Keyed, noise_type
-from slimbayes.engine.noise import kernel_seed
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.configs.base import Config as Config
-from slimbayes.posteriors.configs.base import SiteConfig as SiteConfig
 
 # What a parameter is to an optimizer. Weights of the network or of a member of it, and components that a layer picks
-# from, train at the network's pace; scales, factors and logits are variational, with a pace of their own and no decay.
-Role = Literal["weight", "component", "scale", "factor", "logit"]
+# from, train at the network's pace; the others are variational, with a pace of their own and no decay: scales, factors,
+# logits, and offsets, which members add to the layer's own bias and which are frozen with it.
+Role = Literal["weight", "component", "scale", "factor", "logit", "offset"]
 
 
 class Support(NamedTuple):
@@ -47,72 +45,124 @@ class Support(NamedTuple):
 class Posterior(Keyed, ABC):
     """Variational parameters of one weight matrix, their draws and their KL. `forward(x, linear)` applies a draw."""
 
-    members: int = 1  # K
+    # What the conversion sets.
     name: str = ""  # for messages: "encoder.fc1.weight"
     site: Site  # the matrix of its layer that it is for
+    blockwise: bool = False  # one draw serves a whole block of rows, never a single one
+    # What a method says of itself.
+    members: int = 1  # K
+    late: bool = False  # it draws while its layer runs, when the shape of the input is known
     own_role: ClassVar[Role] = "weight"  # what the layer's own weight and bias are to it
     regularises_mean: bool = False  # whether the KL already holds a prior on the layer's own weight
     regularises_bias: bool = False  # and on its bias
-    offsets: ClassVar[tuple[str, ...]] = ()  # parameters that add to the layer's own bias
-    late: bool = False  # it draws while its layer runs, when the shape of the input is known
-    blockwise: bool = False  # one draw serves a whole block of rows, never a single one
-    selectable: bool = False  # whether `select` can keep some of several members
-    oriented: ClassVar[bool] = False  # whether inputs and outputs of the matrix have parameters of their own
-    prior_of_factors: Any = None  # of rank-1 factors, where there are any and they have one
-    countable: bool = False  # whether each draw is one of a few functions, which `choices` tells apart
-    log_size: float = math.inf  # natural logarithm of how many different functions a draw of one member can be
-    size_is_bound: bool = False  # whether `log_size` is only known not to be too large
-    has_weights: bool = False  # whether this pass has a weight draw for each block of rows, which `materialise` gives
+    oriented: ClassVar[bool] = False  # it scales inputs and outputs: a layer tied the other way round cannot share it
     note: str = ""  # what a summary should say about it
-    noticed: bool = False  # whether a first pass has told which layers never ran
-    alone: bool = False  # whether it was told that a part of a model was called by itself
-    conversion: int = 0  # its number
 
     def __init__(self) -> None:
         super().__init__()
         self.layer: Any = None
 
+    # --- what a method must say ---
+
     @abstractmethod
     def widths(self, rowwise: bool) -> tuple[int, int]:
         """How many standard normals a pass takes for each block and for each row; the latter only if `rowwise`."""
 
-    def seeded(self, rows: int) -> bool:
-        """Whether kernels make the noise of so many rows from a seed, so that a pass draws none."""
-        return False
-
     @abstractmethod
     def realise(self, noise: Noise) -> Any:
-        """Turn noise into draws; `pick` tells members apart."""
-
-    def centre(self, block: Tensor) -> Tensor:
-        """The noise behind the posterior's mean, or median, in the shape of some noise (n, width)."""
-        return torch.zeros_like(block)
+        """Turn noise into draws; `by_member` tells members apart."""
 
     @abstractmethod
     def kl(self) -> Tensor:
         """KL to the prior, summed over elements and members: a scalar."""
 
-    def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
-        """Keep these members, of which there are several, in this order; `tied` are other layers that share it."""
-        raise NotImplementedError
+    # --- what it may say ---
 
     def role(self, name: str) -> Role:
         """What a parameter of this posterior is, by its name here: how it trains and decays follows from it."""
         return "scale"
 
-    def join(self, layer: Any) -> None:
-        """Become part of a layer; called once, on conversion. The layer is kept out of the tree of modules."""
-        self.__dict__["layer"] = layer
+    def centre(self, block: Tensor) -> Tensor:
+        """The noise behind the posterior's mean, or median, in the shape of some noise (n, width)."""
+        return torch.zeros_like(block)
 
     def adopt(self) -> None:
         """Start from the layer's own weight and bias; called once, when the layer is converted."""
 
-    def linear_map(self) -> LinearMap:
-        """The linear map of its site, with the layer's present weight and bias."""
-        return self.layer.linear_map(self.site.name)
+    def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
+        """Keep these members, of which there are several, in this order; `tied` are other layers that share it. Where
+        members cannot be told apart from the parameters a method leaves this as it is.
+        """
+        raise NotImplementedError
 
     def reset_running_stats(self) -> None:
         """Forget running statistics, where members have their own."""
+
+    def seeded(self, rows: int) -> bool:
+        """Whether kernels make the noise of so many rows from a seed, so that a pass draws none."""
+        return False
+
+    @classmethod
+    def realise_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
+        """Realise the draws of all posteriors of this class in a model; a method may use fewer, larger operations."""
+        for posterior in posteriors:
+            posterior.values()
+
+    @classmethod
+    def kl_together(cls, posteriors: Sequence[Self]) -> list[Tensor]:
+        """KL terms that add up to the KL of all posteriors of this class in a model; a method may join them."""
+        return [posterior.kl() for posterior in posteriors]
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether this pass has a weight draw for each block of rows, which `materialise` gives."""
+        return False
+
+    def factors(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Lines s (n, in), r (n, out), bias (n, out) or None of this pass, if they make (W (x o s)) o r + b + bias."""
+        return None
+
+    def served(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of the one draw that serves all rows of this pass, if there is but one and it is formed."""
+        return None
+
+    @property
+    def countable(self) -> bool:
+        """Whether each draw is one of a few functions, which `choices` tells apart."""
+        return self.is_point
+
+    def choices(self) -> Tensor:
+        """Which of a few functions each draw of this pass is, as integers (n,), where draws are countable."""
+        return self.by_member(torch.arange(self.members, device=self.device), self.drawn)
+
+    @property
+    def log_size(self) -> float:
+        """Natural logarithm of how many different functions a draw of one member can be; of what is drawn late at
+        least, since only its input tells.
+        """
+        return 0.0 if self.is_point else math.inf
+
+    def support(self) -> Support | None:
+        """The values that draws of one member can take; None where they cannot be listed."""
+        return Support(0, torch.zeros(1, 0), torch.ones(1)) if self.is_point else None
+
+    def log_ratio(self) -> Tensor | None:
+        """log p - log q of each held draw, prior and posterior, (n,) in float64; None where no density is known."""
+        return None
+
+    def against_prior(self) -> list[tuple[Tensor, Tensor]]:
+        """How far means are from the prior's, in its scales, and scales over the prior's, of what has both."""
+        return []
+
+    # --- what it may rely on ---
+
+    def join(self, layer: Any) -> None:
+        """Become part of a layer; called once, on conversion. The layer is kept out of the tree of modules."""
+        self.__dict__["layer"] = layer
+
+    def linear_map(self) -> LinearMap:
+        """The linear map of its site, with the layer's present weight and bias."""
+        return self.layer.linear_map(self.site.name)
 
     @property
     def current(self) -> Pass:
@@ -124,6 +174,50 @@ class Posterior(Keyed, ABC):
                 "use slimbayes.export or torch.compile, or trace merge(model)."
             )
         return found
+
+    @property
+    def noise(self) -> Noise:
+        return self.current.noise[self.key]
+
+    @property
+    def lines(self) -> Tensor:
+        """This pass's noise, one line for each draw (n, width)."""
+        return self.noise.row if self.per_row else self.noise.block
+
+    def values(self) -> Any:
+        """This pass's draw. Sharded parameters are whole only while their layer runs, so they are realised here, as are
+        draws that a reentrant checkpoint meets again.
+        """
+        current = self.current
+        if self.key in current.values:
+            return current.values[self.key]
+        values = self.realise(self.noise)
+        current.values[self.key] = values
+        return values
+
+    def by_member(self, parameter: Tensor, count: int) -> Tensor:
+        """A parameter (K, ...) by the member of each of so many blocks or rows of this pass, (count, ...)."""
+        return self.current.pick(self, parameter, count)
+
+    @property
+    def drawn(self) -> int:
+        """How many draws this pass has: one for each row, or one for each block of rows."""
+        return self.lines.shape[0]  # len would fix it for torch.export
+
+    @property
+    def is_point(self) -> bool:
+        """Whether nothing is drawn: each member is one function."""
+        return not self.late and self.widths(True) == (0, 0)
+
+    @property
+    def by_row(self) -> bool:
+        """Whether a pass draws in another way, for every row, where rows can be told apart."""
+        return not self.blockwise and self.widths(True) != self.widths(False)
+
+    @property
+    def per_row(self) -> bool:
+        """Whether this pass has noise for every row, not only for blocks of rows."""
+        return self.noise.seed is not None or self.noise.row.shape[1] > 0
 
     @property
     def anchor(self) -> Tensor:
@@ -144,142 +238,26 @@ class Posterior(Keyed, ABC):
         """Whether the parameters are split over processes (FSDP2)."""
         return hasattr(self.anchor, "full_tensor")
 
-    def choices(self) -> Tensor:
-        """Which of a few functions each draw of this pass is, as integers (n,), where draws are countable."""
-        raise NotImplementedError
-
-    def factors(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Lines s (n, in), r (n, out), bias (n, out) or None of this pass, if they make (W (x o s)) o r + b + bias."""
-        return None
-
-    def served(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of the one draw that serves all rows of this pass, if there is but one and it is formed."""
-        return None
-
-    def log_ratio(self) -> Tensor | None:
-        """log p - log q of each held draw, prior and posterior, (n,) in float64; None where no density is known."""
-        return None
-
-    def support(self) -> Support | None:
-        """The values that draws of one member can take; None where they cannot be listed."""
-        one = self.log_size == 0.0 and not self.late  # what is drawn late has a size that only its input tells
-        return Support(0, torch.zeros(1, 0), torch.ones(1)) if one else None
-
-    def against_prior(self) -> list[tuple[Tensor, Tensor]]:
-        """How far means are from the prior's, in its scales, and scales over the prior's, of what has both."""
-        return []
-
-    @classmethod
-    def realise_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
-        """Realise the draws of all posteriors of this class in a model; a method may use fewer, larger operations."""
-        for posterior in posteriors:
-            posterior.values()
-
-    @classmethod
-    def kl_together(cls, posteriors: Sequence[Self]) -> list[Tensor]:
-        """KL terms that add up to the KL of all posteriors of this class in a model; a method may join them."""
-        return [posterior.kl() for posterior in posteriors]
-
-    def values(self) -> Any:
-        """This pass's draw. Sharded parameters are whole only while their layer runs, so they are realised here, as are
-        draws that a reentrant checkpoint meets again.
-        """
-        current = self.current
-        if self.key in current.values:
-            return current.values[self.key]
-        values = self.realise(self.noise)
-        current.values[self.key] = values
-        return values
-
-    def pick(self, parameter: Tensor, count: int) -> Tensor:
-        """A parameter (K, ...) by the member of each of so many blocks or rows of this pass, (count, ...)."""
-        return self.current.pick(self, parameter, count)
-
-    @property
-    def noise(self) -> Noise:
-        return self.current.noise[self.key]
-
-    @property
-    def lines(self) -> Tensor:
-        """This pass's noise, one line for each draw (n, width)."""
-        return self.noise.row if self.per_row else self.noise.block
-
-    @property
-    def by_row(self) -> bool:
-        """Whether a pass draws afresh for every row where rows can be told apart."""
-        return not self.blockwise and self.widths(True)[1] > 0
-
-    @property
-    def per_row(self) -> bool:
-        """Whether this pass has noise for every row, not only for blocks of rows."""
-        return self.noise.seed is not None or self.noise.row.shape[1] > 0
-
-    @property
-    def drawn(self) -> int:
-        """How many draws this pass has: one for each row, or one for each block of rows."""
-        return self.lines.shape[0]  # len would fix it for torch.export
-
-    def drawn_late(self, make: Callable[[list[int]], Tensor], shape: Sequence[int], dim: int | None) -> Tensor:
-        """Numbers drawn while the layer runs, make(shape) with rows along `dim`.
-
-        Of draws that run one by one each takes its part of what all would have drawn in one forward.
-        """
-        current, sizes = self.current, list(shape)
-        if current.index is None or dim is None:
-            return self._made_once(lambda: make(sizes))
-        every = [n * current.total if d == dim else n for d, n in enumerate(sizes)]
-        return self._made_here(lambda: make(every)).narrow(dim, current.index * sizes[dim], sizes[dim])
-
-    def seed_late(self, rows: int) -> tuple[Tensor, int]:
-        """What `drawn_late` gives to a kernel: a seed for numbers of rows, and which of them is the first here."""
-        current = self.current
-        if current.index is None:
-            return self._made_once(lambda: kernel_seed(self.device, current)), 0
-        return self._made_here(lambda: kernel_seed(self.device, current)), current.index * rows
-
-    def _made_once(self, make: Callable[[], Tensor]) -> Tensor:
-        """What this draw makes: gradient checkpointing brings torch's generators back, not the stream of a seed."""
-        kept = self.current.stream is not None and not torch.compiler.is_compiling()
-        return self._made_here(make, f"{self.key} {self.current.index}") if kept else make()
-
-    def _made_here(self, make: Callable[[], Tensor], key: str = "") -> Tensor:
-        """What the first of several draws made at this place of the forward."""
-        made, place = self.current.masks.setdefault(key or self.key, []), self.place_in_forward()
-        while len(made) <= place:
-            made.append(make())
-        return made[place]
-
-    def place_in_forward(self) -> int:
-        """How many times this forward has asked before."""
-        calls = self.current.calls
-        count = calls.get(self.key, 0)
-        if recomputed():
-            if count > 1:
-                raise ValueError(
-                    f"{self.name}: draws at several places of a forward cannot be told apart by gradient "
-                    f"checkpointing; use one layer for each."
-                )
-            return 0
-        calls[self.key] = count + 1
-        return count
-
-
-def recomputed() -> bool:
-    """Whether gradient checkpointing is computing a forward again."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
 
 class WeightPosterior(Posterior):
-    """Draws are weight matrices; by default `values()` are deviations (n, *shape) from the layer's own weight."""
+    """Draws are weight matrices. By default `values()` are deviations (n, *shape) from the layer's own weight, or a
+    pair: of the weight, and of the bias (n, out) or None.
+    """
 
     @property
-    def has_weights(self) -> bool:  # type: ignore[override]
+    def has_weights(self) -> bool:
         return not self.per_row
 
     def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """Weights (n, *shape) and biases (n, out) of this pass's draws, or of some."""
-        weights = linear.weight + self.values()[draws].to(linear.weight.dtype)
-        return weights, None if linear.bias is None else linear.bias.expand(weights.shape[0], -1)
+        values = self.values()
+        change, shift = values if isinstance(values, tuple) else (values, None)
+        weights = linear.weight + linear.masked(change[draws]).to(linear.weight.dtype)
+        if linear.bias is None:
+            return weights, None
+        if shift is None:
+            return weights, linear.bias.expand(weights.shape[0], *linear.bias.shape)
+        return weights, linear.bias + shift[draws].to(linear.bias.dtype)
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         """Apply this pass's draw of the linear map to x."""

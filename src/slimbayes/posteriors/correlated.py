@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import widen
+from slimbayes.distributions.scales import cholesky_factor, widen
 from slimbayes.distributions.sums import sum_dtype
 from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import LinearMap
@@ -45,22 +45,19 @@ class Triangle(nn.Module):
 
     def matrix(self) -> Tensor:
         """The triangle (n, n), in float32 at least."""
-        log_scale = widen(self.log_scale)
-        unit = torch.eye(len(log_scale), dtype=log_scale.dtype, device=log_scale.device)
-        if self.below is not None:
-            unit = unit.masked_scatter(torch.ones_like(unit, dtype=torch.bool).tril(-1), widen(self.below))
-        return log_scale.exp().unsqueeze(1) * unit
+        return cholesky_factor(self.log_scale, self.below)
 
 
 class CorrelatedPosterior(WeightPosterior):
     """A triangular factor of the covariance around the layer's own weight; subclasses say how it is parameterised."""
 
     regularises_mean = True
+    prior: Any  # of the weights of this layer: a Normal
 
     def __init__(self, config: CorrelatedConfig, site: Site) -> None:
         super().__init__()
         config.check_size(site)
-        self.site, self.prior = site, config.prior
+        self.site, self.prior = site, config.prior.for_layer(site.matrix[0])
 
     @abstractmethod
     def spread(self, noise: Tensor) -> Tensor:
@@ -84,9 +81,8 @@ class CorrelatedPosterior(WeightPosterior):
 
     def realise(self, noise: Noise) -> Tensor:
         """Deviations from the mean, (d, *shape)."""
-        linear = self.linear_map()
-        free = self._free(linear)
-        return linear.masked(self.site.from_matrix(self.spread(self._normal(noise.block) * free)))
+        free = self._free(self.linear_map())
+        return self.site.from_matrix(self.spread(self._normal(noise.block) * free))
 
     def _normal(self, lines: Tensor) -> Tensor:
         return lines.reshape(-1, *self.site.matrix)
@@ -99,14 +95,11 @@ class CorrelatedPosterior(WeightPosterior):
     def kl(self) -> Tensor:
         linear = self.linear_map()
         mean, free = self.site.to_matrix(widen(linear.weight)), self._free(linear)
-        prior = self._prior(mean)
+        prior = self.prior
         # Terms that nearly cancel beside the prior are summed in more digits.
         squares = free * (self.variances(free) + (mean - prior.loc).square()) * (0.5 / prior.scale**2)
         terms = squares - free * (0.5 - math.log(prior.scale) + self.log_diagonal())
         return terms.sum(dtype=sum_dtype(terms)).to(mean.dtype)
-
-    def _prior(self, mean: Tensor) -> Any:
-        return self.prior.of_weights(mean, mean, self.site.matrix[0])
 
     def log_ratio(self) -> Tensor:
         linear = self.linear_map()
@@ -114,12 +107,12 @@ class CorrelatedPosterior(WeightPosterior):
         drawn = (linear.weight + self.values()).double()
         weights = torch.stack([self.site.to_matrix(one) for one in drawn])
         log_q = -0.5 * noise.square() - self.log_diagonal().double() - 0.5 * math.log(2 * math.pi)
-        return (free * (self._prior(weights[0]).log_prob(weights) - log_q)).flatten(1).sum(1)
+        return (free * (self.prior.log_prob(weights) - log_q)).flatten(1).sum(1)
 
     def against_prior(self) -> list[tuple[Tensor, Tensor]]:
         linear = self.linear_map()
         mean, free = self.site.to_matrix(widen(linear.weight.detach())), self._free(linear)
-        prior, deviation = self._prior(mean), self.variances(free).detach().sqrt()
+        prior, deviation = self.prior, self.variances(free).detach().sqrt()
         return [(((mean - prior.loc) / prior.scale)[free > 0], deviation[free > 0] / prior.scale)]
 
 

@@ -141,19 +141,12 @@ def _respread(parameter: Tensor, own: Tensor) -> bool:
 class Members(Posterior):
     """K whole modules of which one serves each block of rows: nothing is drawn, and there is no KL."""
 
-    selectable = True
-    countable = True
-    log_size = 0.0
-
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return 0, 0
 
     def realise(self, noise: Noise) -> Tensor:
         """The member of each block of rows, (n,)."""
-        return self.pick(torch.arange(self.members, device=self.device), len(noise.block))
-
-    def choices(self) -> Tensor:
-        return self.values()
+        return self.choices()
 
     def role(self, name: str) -> Role:
         return "weight"

@@ -12,42 +12,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import Cauchy, Distribution, Normal, Point, rho_from_scale, scale_from_rho, widen
-from slimbayes.distributions.joining import by_hand, side_by_side
+from slimbayes.distributions.families import Cauchy, Normal, Point
+from slimbayes.distributions.joining import needs_autograd, side_by_side
+from slimbayes.distributions.scales import rho_from_scale, scale_from_rho, widen
 from slimbayes.engine.blocks import Spread, keep_in_memory, spread_of
 from slimbayes.engine.fused import Seeded
 from slimbayes.engine.passes import Pass
-from slimbayes.posteriors.configs.rank1 import FAMILY
+from slimbayes.posteriors.configs.rank1 import FAMILY, Rank1
 
 _FEW = 2**20  # numbers below which lines of draws are repeated for each of their rows
 
 
 class Factor(nn.Module):
-    """Posterior of one factor, r or s: parameters of shape (K, p, channels), where means start as `mean_init` says."""
+    """Posterior of one factor, r or s, of a resolved config: parameters of shape (K, p, channels)."""
 
-    def __init__(
-        self,
-        family: type[Distribution],
-        prior: Distribution | None,
-        shape: tuple[int, int, int],
-        mean_init: Distribution,
-        scale_init: float,
-        scale_jitter: float,
-    ) -> None:
+    def __init__(self, config: Rank1, channels: int, random: bool) -> None:
         super().__init__()
-        self.family: type[Any] = family
-        self.prior = prior
-        self.loc = nn.Parameter(mean_init.initial(*shape))
-        if family is not Point:
+        assert config.mean_init is not None and config.scale_init is not None and config.scale_jitter is not None
+        self.family: type[Any] = FAMILY[config.family] if random else Point
+        self.prior = config.prior
+        self.rank, self.channels = config.rank, channels
+        self.width = self.rank * channels if self.family is not Point else 0  # of its noise
+        shape = (config.members, config.rank, channels)
+        self.loc = nn.Parameter(config.mean_init.initial(*shape))
+        if self.family is not Point:
             # Truncated at two standard deviations, as the reference initialiser does.
             jitter = nn.init.trunc_normal_(torch.empty(shape), std=1.0, a=-2.0, b=2.0)
-            self.rho = nn.Parameter(rho_from_scale(scale_init) + scale_jitter * jitter)
-        _, self.rank, self.channels = shape
-        self.width = 0 if family is Point else self.rank * self.channels
+            self.rho = nn.Parameter(rho_from_scale(config.scale_init) + config.scale_jitter * jitter)
 
     def distribution(self) -> Any:
         """q of each member, (K, p, channels), in float32 at least."""
-        return joint([self], lambda parameter: parameter.view(self.loc.shape))
+        return distribution_of([self], lambda parameter: parameter.view(self.loc.shape))
 
     def against_prior(self) -> list[tuple[Tensor, Tensor]]:
         """How far locations are from the prior's, in its scales, and scales over the prior's; none of a point."""
@@ -57,14 +52,6 @@ class Factor(nn.Module):
             return []
         q = self.distribution()
         return [((q.loc.detach() - prior.loc) / prior.scale, q.scale.detach() / prior.scale)]
-
-
-def factor_of(config: Any, channels: int, random: bool) -> Factor:
-    """r or s of a resolved config: parameters (K, p, channels)."""
-    assert config.mean_init is not None and config.scale_init is not None and config.scale_jitter is not None
-    family = FAMILY[config.family] if random else Point
-    shape = (config.members, config.rank, channels)
-    return Factor(family, config.prior, shape, config.mean_init, config.scale_init, config.scale_jitter)
 
 
 class Drawn(NamedTuple):
@@ -124,12 +111,14 @@ def _whole(factors: Sequence[Factor], current: Pass | None) -> tuple[Tensor, Ten
     return widen(loc), None if rho is None else scale_from_rho(rho)
 
 
-def joint(factors: Sequence[Factor], pick: Callable[[Tensor], Tensor] = lambda parameter: parameter) -> Any:
-    """q of several factors of one family side by side, (K, sum of p * channels), laid out by `pick`; in float32."""
+def distribution_of(
+    factors: Sequence[Factor], lay_out: Callable[[Tensor], Tensor] = lambda parameter: parameter
+) -> Any:
+    """q of several factors of one family side by side, (K, sum of p * channels), laid out by `lay_out`; in float32."""
     loc, scale = _whole(factors, None)
     if scale is None:
-        return Point(pick(loc.squeeze(1)))
-    return factors[0].family(pick(loc.squeeze(1)), pick(scale.squeeze(1)))
+        return Point(lay_out(loc.squeeze(1)))
+    return factors[0].family(lay_out(loc.squeeze(1)), lay_out(scale.squeeze(1)))
 
 
 def group_by(items: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
@@ -140,7 +129,7 @@ def group_by(items: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]
     return list(groups.values())
 
 
-class Alike:
+class FactorGroup:
     """Posteriors with equal members, clip and kind of draw, whose draws take few large operations for all of them."""
 
     def __init__(self, posteriors: Sequence[Any]) -> None:
@@ -259,7 +248,7 @@ def _clipped(values: Tensor, clip: float | None) -> Tensor:
     """Values in [-clip, clip]."""
     if clip is None:
         return values
-    if values.device.type == "cpu" and values.numel() and not by_hand(values):  # to look is cheaper than to copy
+    if values.device.type == "cpu" and values.numel() and not needs_autograd(values):  # to look is cheaper than to copy
         low, high = values.detach().aminmax()
         if -clip <= float(low) and float(high) <= clip:
             return values

@@ -31,16 +31,17 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import Normal, widen
-from slimbayes.distributions.priors import TiedMean, gaussian_log_ratio, prior_of_biases
-from slimbayes.distributions.scales import rademacher
+from slimbayes.distributions.families import Normal
+from slimbayes.distributions.priors import TiedMean, gaussian_log_ratio
+from slimbayes.distributions.scales import rademacher, widen
 from slimbayes.distributions.sums import mean_plus_noise
 from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import WeightPosterior, recomputed
+from slimbayes.posteriors.base import WeightPosterior
 from slimbayes.posteriors.configs.gaussian import GaussianConfig, MeanField
+from slimbayes.posteriors.late import drawn_late, recomputed
 
 _INDEPENDENT = "Set independent_positions=True to accept independent noise at each, or use 'flipout'"
 
@@ -73,11 +74,13 @@ class Perturbation(NamedTuple):
 class GaussianPosterior(WeightPosterior):
     """Scales of a Gaussian posterior around the layer's own weight; subclasses say how the scales are parameterised."""
 
-    prior: Any
+    prior: Any  # of the weights of this layer
+    bias_prior: Any
 
     def __init__(self, config: GaussianConfig, site: Site) -> None:
         super().__init__()
-        self.site, self.prior, self.estimator = site, config.prior, config.estimator
+        self.site, self.estimator = site, config.estimator
+        self.prior, self.bias_prior = config.prior.for_layer(site.fan_in), config.prior.for_biases()
         self.log_cap = None if config.max_scale is None else math.log(config.max_scale)
         self.independent_positions = config.independent_positions
         self.regularises_mean = not isinstance(config.prior, TiedMean)
@@ -125,7 +128,7 @@ class GaussianPosterior(WeightPosterior):
         return (weights, -(-(self.site.n_in + self.site.n_out) // 8)) if self.estimator == "flipout" else (0, 0)
 
     @property
-    def has_weights(self) -> bool:  # type: ignore[override]
+    def has_weights(self) -> bool:
         return self.noise.block.shape[1] > 0 and not self.per_row
 
     @classmethod
@@ -189,14 +192,10 @@ class GaussianPosterior(WeightPosterior):
             of_bias = (2 * self._capped(self.bias_log_scale)).exp().to(variance.dtype)
             variance = variance + linear.along_channels(of_bias, variance.dim())
         dim = None if self.current.layout is None or linear.batch_dim < 0 else linear.batch_dim
-        noise = self.drawn_late(lambda shape: standard_normal(shape, mean.device, mean.dtype), mean.shape, dim)
+        noise = drawn_late(self, lambda shape: standard_normal(shape, mean.device, mean.dtype), mean.shape, dim)
         # Clamped: the root of an exact zero (a row of zeros) has no gradient. A normal float16 would be too large.
         root = variance.clamp_min(min(torch.finfo(variance.dtype).tiny * 1e4, 1e-7)).sqrt()
         return mean_plus_noise(mean, root, noise)
-
-    @property
-    def by_row(self) -> bool:
-        return self.estimator != "reparam" and not self.blockwise
 
     def _check_met_once(self, x: Tensor) -> None:
         """Refuse inputs in which a row meets the weights more than once: by positions, or by a second call."""
@@ -216,39 +215,29 @@ class GaussianPosterior(WeightPosterior):
 
     def kl(self) -> Tensor:
         linear = self.linear_map()
-        weight = widen(linear.weight)
-        if linear.mask is None:
-            total = self.kl_of_weights(weight)
-        else:  # what stays as it is has no distribution
-            weight, log_scale = linear.free(weight, self.log_scale())
-            total = self.prior.gaussian_kl(weight, log_scale, self.site.fan_in)
-        return sum(self.kl_of_bias(linear), total)
+        free = linear.free(widen(linear.weight), self.log_scale())  # what stays as it is has no distribution
+        return sum(self.kl_of_bias(linear), self.prior.gaussian_kl(*free))
 
     def kl_of_bias(self, linear: LinearMap) -> list[Tensor]:
         """KL of the biases to their prior, where they have posteriors: one scalar or none."""
         if self.bias_log_scale is None or linear.bias is None:
             return []
-        scale, prior = self._capped(self.bias_log_scale), prior_of_biases(self.prior)
-        return [prior.gaussian_kl(widen(linear.bias), scale, self.site.fan_in)]
-
-    def kl_of_weights(self, mean: Tensor) -> Tensor:
-        """KL of all weights, none of which must stay as it is, to the prior: a scalar."""
-        return self.prior.gaussian_kl(mean, self.log_scale(), self.site.fan_in)
+        return [self.bias_prior.gaussian_kl(widen(linear.bias), self._capped(self.bias_log_scale))]
 
     def log_ratio(self) -> Tensor:
         drawn: Perturbation = self.values()
-        linear, fan_in = self.linear_map(), self.site.fan_in
+        linear = self.linear_map()
         deviation, weight, log_scale = linear.free(drawn.weight, linear.weight, self.log_scale())
-        total = gaussian_log_ratio(deviation, weight, log_scale, self.prior, fan_in)
+        total = gaussian_log_ratio(deviation, weight, log_scale, self.prior)
         if drawn.bias is not None and linear.bias is not None and self.bias_log_scale is not None:
-            log_scale, prior = self._capped(self.bias_log_scale), prior_of_biases(self.prior)
-            total = total + gaussian_log_ratio(drawn.bias, linear.bias, log_scale, prior, fan_in)
+            log_scale = self._capped(self.bias_log_scale)
+            total = total + gaussian_log_ratio(drawn.bias, linear.bias, log_scale, self.bias_prior)
         return total
 
     def against_prior(self) -> list[tuple[Tensor, Tensor]]:
         linear = self.linear_map()
         mean, log_scale = linear.free(widen(linear.weight.detach()), self.log_scale().detach())
-        prior = self.prior.of_weights(mean, log_scale, self.site.fan_in)
+        prior = self.prior.of_weights(mean, log_scale)
         return [((mean - prior.loc) / prior.scale, log_scale.exp() / prior.scale)] if isinstance(prior, Normal) else []
 
 

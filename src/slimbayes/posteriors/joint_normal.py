@@ -1,5 +1,6 @@
-"""Gaussians with a full covariance over all factors, or all weights, of one matrix: correlated where rank-1 and
-mean-field posteriors are independent. `laplace` fits them to curvature; they train like any posterior, too.
+"""Gaussians with a full covariance over all numbers of one matrix, its rank-1 factors here, its weights in
+joint_weights.py: correlated where rank-1 and mean-field posteriors are independent. `laplace` fits them to curvature;
+they train like any posterior, too.
 
     x = mean + L e,     L = diag(sigma) (1 + T),    T strictly lower triangular,    covariance L L^T
 
@@ -12,25 +13,30 @@ Sizes: K members, n draws of a pass, D numbers of the matrix, k directions.
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import Normal, widen
-from slimbayes.engine.passes import Noise
+from slimbayes.distributions.families import Normal
+from slimbayes.distributions.scales import cholesky_factor, widen
+from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import WeightPosterior
-from slimbayes.posteriors.configs.rank1 import JointNormal
+from slimbayes.posteriors.base import Role, WeightPosterior
+from slimbayes.posteriors.configs.rank1 import BatchEnsemble, JointNormal
+from slimbayes.posteriors.factors import Drawn
+from slimbayes.posteriors.rank1 import Rank1Posterior
 
 ROUNDING = 2e-3  # relative
-Pick = Callable[[Tensor, int], Tensor]  # `Posterior.pick`, or what lays one member out for all rows
+MOST_ENTANGLED = 0.1  # share of a weight by which its draws may be off on average
+ByMember = Callable[[Tensor, int], Tensor]  # `Posterior.by_member`, or what lays one member out for all rows
 
 
-class Joint(WeightPosterior):
+class JointNormalPosterior(WeightPosterior):
     """log sigma (K, D), and what lies below T's diagonal (K, D (D - 1) / 2), row by row, or V (K, D, k), or neither."""
 
     site: Site
@@ -42,20 +48,20 @@ class Joint(WeightPosterior):
     rounded = False  # whether correlations may be rounded
     fitted = False  # whether the covariance was set, and nothing drawn since
 
-    def _begin(self, config: JointNormal, site: Site, size: int) -> None:
+    def _init_covariance(self, config: JointNormal, site: Site, size: int) -> None:
         assert isinstance(config.prior, Normal)
         self.site, self.size, self.prior = site, size, config.prior
         self.log_scale = nn.Parameter(torch.full((config.members, size), math.log(config.scale_init)))
         full, count = size <= config.full_up_to, config.directions
-        lower = torch.zeros(config.members, size * (size - 1) // 2 if full and count is None else 0)
-        self.lower = nn.Parameter(lower) if full and count is None else None
+        whole = full and count is None
+        self.lower = nn.Parameter(torch.zeros(config.members, size * (size - 1) // 2)) if whole else None
         self.register_parameter("directions", None)
         self.note = "" if full else f"independent: its {size:,} numbers are more than full_up_to={config.full_up_to:,}"
         if full and count is not None:
             # Small, but not zero, where the derivative by V is zero, too: it would stay there.
-            self._turn(torch.randn(config.members, size, count) * (0.1 / math.sqrt(size)))
+            self._use_directions(torch.randn(config.members, size, count) * (0.1 / math.sqrt(size)))
 
-    def _turn(self, directions: Tensor) -> None:
+    def _use_directions(self, directions: Tensor) -> None:
         self.lower = None
         self.directions = nn.Parameter(directions.contiguous())  # as it is once loaded, to the last bit
         self.note = f"the prior but for {directions.shape[2]:,} of {self.size:,} directions"
@@ -73,20 +79,20 @@ class Joint(WeightPosterior):
         return self.prior.loc
 
     @abstractmethod
-    def at(self, deviation: Tensor, pick: Pick) -> Any:
+    def draws_at(self, deviation: Tensor, by_member: ByMember) -> Any:
         """The draws of a pass that lie so far (n, D) from their members' means."""
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return self.size, 0
 
     def realise(self, noise: Noise) -> Any:
-        return self.at(self._deviation(noise.block, self.pick), self.pick)
+        return self.draws_at(self._deviation(noise.block, self.by_member), self.by_member)
 
-    def _deviation(self, lines: Tensor, pick: Pick) -> Tensor:
+    def _deviation(self, lines: Tensor, by_member: ByMember) -> Tensor:
         """L e of each draw's member, for e (n, D)."""
         scale = widen(self.log_scale).exp()
         if not self.correlated:
-            return pick(scale, len(lines)) * lines
+            return by_member(scale, len(lines)) * lines
         lines = lines.to(scale.dtype)
         if self.directions is None:
             every = torch.einsum("nj,kij->nki", lines, self.root())  # of every member, (n, K, D)
@@ -96,22 +102,15 @@ class Joint(WeightPosterior):
             every = scale * (lines.unsqueeze(1) - torch.einsum("nkc,kdc->nkd", along, v))
         if self.members == 1:
             return every.squeeze(1)
-        member = pick(torch.arange(self.members, device=lines.device), len(lines))
+        member = by_member(torch.arange(self.members, device=lines.device), len(lines))
         return every[torch.arange(len(lines), device=lines.device), member]
 
     def root(self) -> Tensor:
         """L (K, D, D), in float32 at least."""
-        scale = widen(self.log_scale).exp()
-        if self.directions is not None:
-            v = widen(self.directions)
-            return torch.diag_embed(scale) - scale.unsqueeze(2) * (v @ v.mT)
-        if self.lower is None:
-            return torch.diag_embed(scale)
-        unit = torch.eye(self.size, dtype=scale.dtype, device=scale.device).repeat(len(scale), 1, 1)
-        row, column = torch.tril_indices(self.size, self.size, -1, device=scale.device)
-        index = (row * self.size + column).expand(len(scale), -1)
-        unit = unit.flatten(1).scatter(1, index, widen(self.lower)).unflatten(1, (self.size, self.size))
-        return scale.unsqueeze(2) * unit
+        if self.directions is None:
+            return cholesky_factor(self.log_scale, self.lower)
+        scale, v = widen(self.log_scale).exp(), widen(self.directions)
+        return torch.diag_embed(scale) - scale.unsqueeze(2) * (v @ v.mT)
 
     def times_root(self, member: int) -> Callable[[Tensor], Tensor]:
         """A function that takes derivatives (B, D) to (B, D) L."""
@@ -172,7 +171,7 @@ class Joint(WeightPosterior):
         moved = v @ v.mT - short @ short.mT
         change = moved + (v / (1 - lengths)) @ (v.mT @ moved)  # (1 - V V^T)^-1 = 1 + V (1 - V^T V)^-1 V^T
         fine = bool((torch.linalg.matrix_norm(change) <= ROUNDING).all())
-        self._turn((short if fine else v).to(self.log_scale))
+        self._use_directions((short if fine else v).to(self.log_scale))
         self.fitted = True
 
     def kl(self) -> Tensor:
@@ -195,8 +194,11 @@ class Joint(WeightPosterior):
         if self._free(self.linear_map()) is not None:
             return None
         lines = self.noise.block.double()
-        x = self.pick(self.means(), len(lines)).double() + self._deviation(self.noise.block, self.pick).double()
-        log_q = -0.5 * lines.square().sum(1) - self.pick(self.log_dets(), len(lines)).double()
+        x = (
+            self.by_member(self.means(), len(lines)).double()
+            + self._deviation(self.noise.block, self.by_member).double()
+        )
+        log_q = -0.5 * lines.square().sum(1) - self.by_member(self.log_dets(), len(lines)).double()
         log_p = self.prior.log_prob(x - self.locs() + self.prior.loc).sum(1)
         return log_p - log_q + 0.5 * math.log(2 * math.pi) * self.size
 
@@ -205,36 +207,77 @@ class Joint(WeightPosterior):
         return [(far, self.variances().detach().sqrt() / self.prior.scale)]
 
 
-class JointWeights(Joint):
-    """Weights, in the order they are stored in, and biases, around the layer's own."""
+class JointFactors(JointNormalPosterior, Rank1Posterior):
+    """Factors r (K, out) and s (K, in), and biases (K, out), of which some are drawn together, in this order. The prior
+    of biases has mean zero.
+    """
 
-    regularises_mean = True
+    rounded = True
 
     def __init__(self, config: JointNormal, site: Site) -> None:
-        super().__init__()
-        self.regularises_bias = site.bias
-        self._begin(config, site, math.prod(site.shape) + (site.n_out if site.bias else 0))
+        points = BatchEnsemble(members=config.members, mean_init=config.mean_init, member_bias=config.member_bias)
+        Rank1Posterior.__init__(self, points.resolved(), site)
+        biases = site.n_out if config.over == "both+bias" and site.bias else 0
+        self.parts = [0 if config.over == "s" else site.n_out, 0 if config.over == "r" else site.n_in, biases]
+        self._init_covariance(config, site, sum(self.parts))
+
+    @property
+    def prior_of_factors(self) -> Any:
+        return self.prior
+
+    def role(self, name: str) -> Role:
+        return "scale" if name in ("log_scale", "lower", "directions") else Rank1Posterior.role(self, name)
 
     def means(self) -> Tensor:
-        linear = self.linear_map()
-        own = [linear.weight, linear.bias] if self.site.bias and linear.bias is not None else [linear.weight]
-        return torch.cat([widen(part).flatten() for part in own]).unsqueeze(0)
+        r, s = widen(self.r.loc).squeeze(1), widen(self.s.loc).squeeze(1)
+        numbers = [r[:, : self.parts[0]], s[:, : self.parts[1]]]
+        if self.parts[2]:
+            bias = self.linear_map().bias
+            assert bias is not None
+            own = widen(bias).expand(self.members, -1)
+            numbers.append(own if self.bias is None else own + nn.functional.pad(widen(self.bias), (0, 0, 1, 0)))
+        return torch.cat(numbers, 1)
 
-    def at(self, deviation: Tensor, pick: Pick) -> tuple[Tensor, Tensor]:
-        """Deviations of the weights (n, *shape), and of the biases, (n, 0) where the layer has none."""
-        weight, bias = deviation.tensor_split([math.prod(self.site.shape)], 1)
-        return weight.reshape(-1, *self.site.shape), bias
+    @torch.no_grad()
+    def entangled(self) -> float:
+        """The largest covariance of an r and an s: by so much the mean of r s is off from that of their means."""
+        if not self.correlated or not self.parts[0] or not self.parts[1]:
+            return 0.0
+        r, s, _ = self.root().split(self.parts, 1)
+        return float((r @ s.mT).abs().max())
 
-    def _free(self, linear: LinearMap) -> Tensor | None:
-        if linear.mask is None:
-            return None
-        weight = (linear.mask.expand(self.site.shape) != 0).flatten()
-        return nn.functional.pad(weight, (0, self.size - len(weight)), value=True)
+    def realise(self, noise: Noise) -> Any:
+        if self.fitted and not torch.compiler.is_compiling():
+            self.fitted, off = False, self.entangled()
+            if off > MOST_ENTANGLED:
+                warnings.warn(
+                    f"laplace: factors of {self.name} vary against each other so much that drawn weights are up to "
+                    f"{off:.0%} off from the network's on average. Use predict_linearised, which is not concerned, or "
+                    f"laplace(..., prior=Normal(1.0, 0.2)) or over='r'.",
+                    stacklevel=2,
+                )
+        return JointNormalPosterior.realise(self, noise)
 
-    def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        change, shift = (part[draws] for part in self.values())
-        weights = linear.weight + linear.masked(change).to(linear.weight.dtype)
-        if linear.bias is None:
-            return weights, None
-        biases = linear.bias + shift.to(linear.bias.dtype) if self.site.bias else linear.bias
-        return weights, biases.expand(weights.shape[0], -1)
+    def locs(self) -> float | Tensor:
+        if not self.parts[2]:
+            return self.prior.loc
+        factors = torch.arange(self.size, device=self.device) < self.size - self.parts[2]
+        return factors * self.prior.loc
+
+    def draws_at(self, deviation: Tensor, by_member: ByMember) -> Drawn:
+        count = len(deviation)
+        r, s = (by_member(widen(factor.loc).squeeze(1), count) for factor in (self.r, self.s))
+        change_r, change_s, change = deviation.split(self.parts, 1)
+        bias = None if self.bias is None else by_member(nn.functional.pad(self.bias, (0, 0, 1, 0)), count)
+        if self.parts[2]:
+            bias = change if bias is None else bias + change
+        return Drawn(r + change_r if self.parts[0] else r, s + change_s if self.parts[1] else s, bias)
+
+    # What rank-1 posteriors join over layers is independent factors: these go one by one, as any posterior does.
+    @classmethod
+    def realise_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
+        super(Rank1Posterior, cls).realise_together(posteriors, current)
+
+    @classmethod
+    def kl_together(cls, posteriors: Sequence[Self]) -> list[Tensor]:
+        return super(Rank1Posterior, cls).kl_together(posteriors)

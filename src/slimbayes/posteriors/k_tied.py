@@ -25,8 +25,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import widen
-from slimbayes.distributions.priors import Sums
+from slimbayes.distributions.priors import ScaleSums
+from slimbayes.distributions.scales import widen
 from slimbayes.distributions.sums import negligible, outer, sum_dtype, sum_log_outer
 from slimbayes.engine.fused import product_type
 from slimbayes.engine.rows import LinearMap
@@ -34,6 +34,7 @@ from slimbayes.kernels import LARGE, ready
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.configs.gaussian import KTied
 from slimbayes.posteriors.gaussian import GaussianPosterior
+from slimbayes.posteriors.late import seed_late
 
 
 class KTiedPosterior(GaussianPosterior):
@@ -71,32 +72,30 @@ class KTiedPosterior(GaussianPosterior):
         """U V^T in the shape and memory order of the stored weight."""
         return outer(v, u).view(self.site.shape) if self.site.out_dim == 0 else self.site.from_matrix(outer(u, v))
 
-    def kl_of_weights(self, mean: Tensor) -> Tensor:
-        if not self._by_sums():
-            return super().kl_of_weights(mean)
-        return self.prior.kl_of_sums([mean], self.sums_of([self]), self.site.fan_in)
-
-    def _by_sums(self) -> bool:
-        return self.log_cap is None and hasattr(self.prior, "kl_of_sums") and not self.sharded
+    def kl(self) -> Tensor:
+        first, *others = self.kl_together([self])
+        return sum(others, first)
 
     @classmethod
     def kl_together(cls, posteriors: Sequence[Self]) -> list[Tensor]:
-        maps = [posterior.linear_map() for posterior in posteriors]
-        alike: dict[Any, list[int]] = {}
-        for i, (p, linear) in enumerate(zip(posteriors, maps, strict=True)):
-            joint = linear.mask is None and p._by_sums()
-            kind = p.rank, p.log_u.dtype, p.log_u.device, linear.weight.dtype, p.prior.taken_with(p.site.fan_in)
-            alike.setdefault(kind if joint else None, []).append(i)
-        terms = [posteriors[i].kl() for i in alike.pop(None, [])]
+        """By sums, of layers that have a prior in common at once; weight by weight where sums do not tell the KL."""
+        terms: list[Tensor] = []
+        alike: dict[Any, list[tuple[Self, LinearMap]]] = {}
+        for p in posteriors:
+            linear = p.linear_map()
+            if linear.mask is not None or p.log_cap is not None or p.sharded or not hasattr(p.prior, "kl_of_sums"):
+                terms.append(super(KTiedPosterior, p).kl())
+                continue
+            places = p.log_u.dtype, p.log_u.device, linear.weight.dtype
+            alike.setdefault((p.rank, *places, p.prior, p.key if p.prior.per_layer else ""), []).append((p, linear))
         for same in alike.values():
-            some = [posteriors[i] for i in same]
-            means, lead = [widen(maps[i].weight) for i in same], some[0]
-            terms.append(lead.prior.kl_of_sums(means, cls.sums_of(some), lead.site.fan_in))
-            terms += [term for i in same for term in posteriors[i].kl_of_bias(maps[i])]
+            means, prior = [widen(linear.weight) for _, linear in same], same[0][0].prior
+            terms.append(prior.kl_of_sums(means, cls.sums_of([p for p, _ in same])))
+            terms += [term for p, linear in same for term in p.kl_of_bias(linear)]
         return terms
 
     @staticmethod
-    def sums_of(posteriors: Sequence[KTiedPosterior]) -> Sums:
+    def sums_of(posteriors: Sequence[KTiedPosterior]) -> ScaleSums:
         """Sums of log sigma and sigma^2 over the weights of posteriors of one rank: of thin factors alone, which are
         joined, but for sum log sigma where k > 1.
         """
@@ -118,7 +117,7 @@ class KTiedPosterior(GaussianPosterior):
             pairs = zip(near[1::2], near[0::2], strict=True)
             log_scale = log_scale + torch.stack([sum_log_outer(b, a) for b, a in pairs]).sum()
         size = sum(m * n for m, n in (p.site.matrix for p in posteriors))
-        return Sums(size, log_scale, (u[:, :-2] * v[:, :-2]).sum())
+        return ScaleSums(size, log_scale, (u[:, :-2] * v[:, :-2]).sum())
 
     def _local(self, x: Tensor, linear: LinearMap) -> Tensor:
         y = self._by_kernel(x, linear)
@@ -139,7 +138,7 @@ class KTiedPosterior(GaussianPosterior):
             self._check_met_once(x)
         c = None if self.bias_log_scale is None else (2 * widen(self.bias_log_scale)).exp()
         rows = x.view(-1, x.shape[-1])
-        seed, first = self.seed_late(len(rows))
+        seed, first = seed_late(self, len(rows))
         y = tied_local(rows, weight, linear.out_dim, linear.bias, *self.variance_factors(), c, seed, first, dtype)
         return y.view(*x.shape[:-1], y.shape[1])
 

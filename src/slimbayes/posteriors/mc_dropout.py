@@ -12,38 +12,22 @@ are dropped, not the scale: the paper's baseline.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slimbayes.engine.blocks import block_of_row, sizes_equal
 from slimbayes.engine.noise import GOLDEN, uniform
 from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import LinearMap, spread
-from slimbayes.layers import LAYERS, class_for
-from slimbayes.layers.dropout import BayesDropLayer, functional_dropout
+from slimbayes.layers.dropout import BayesDropLayer
 from slimbayes.layers.site import Site, Unit
 from slimbayes.posteriors.base import Posterior
 from slimbayes.posteriors.configs.whole_modules import MCDropout
+from slimbayes.posteriors.late import drawn_late, place_in_forward
 
 _SELU_LIMIT = -1.7580993408473766  # minus the product of SELU's two constants
-
-
-def own_dropout(model: nn.Module, offered: Mapping[str, nn.Module]) -> set[str]:
-    """Names of a model's own dropout layers; refuses a model without any, and says where dropout could go."""
-    found = {name for name, layer in offered.items() if class_for(layer, ("dropout",)) is not None}
-    if found:
-        return found
-    functional = "; ".join(f"{name or '(the model itself)'} {what}" for name, what in functional_dropout(model).items())
-    inside = f" Dropout inside a forward was found, which cannot be converted: {functional}."
-    inside = f"{inside} Make it an nn.Dropout layer." if functional else ""
-    kinds = ", ".join(plain.__name__ for plain, cls in LAYERS.items() if cls.bayes_kind == "dropout")
-    raise ValueError(
-        f"MCDropout() looked for dropout layers ({kinds}) in this {type(model).__name__} and found none."
-        f'{inside} Put dropout in front of layers with before="norm" (as the EMP paper does), '
-        f'"output" or a regular expression.'
-    )
 
 
 class DropoutPosterior(Posterior):
@@ -51,7 +35,6 @@ class DropoutPosterior(Posterior):
 
     place: Tensor
     late = True
-    size_is_bound = True  # how many positions there are, or what a dropout layer sees, shows only when it runs
 
     def __init__(self, config: MCDropout, site: Site) -> None:
         super().__init__()
@@ -60,15 +43,14 @@ class DropoutPosterior(Posterior):
         self.register_buffer("place", torch.zeros(1), persistent=False)  # tells the device
 
     @property
-    def log_size(self) -> float:  # type: ignore[override]
+    def log_size(self) -> float:
         return self.units * math.log(2)
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return 0, 0
 
-    def realise(self, noise: Noise) -> list[Tensor]:
-        """Masks of a held pass, in the order in which a forward asks for them."""
-        return []
+    def realise(self, noise: Noise) -> None:
+        """Nothing, before the input is seen."""
 
     def kl(self) -> Tensor:
         return self.place.new_zeros(())
@@ -101,10 +83,10 @@ class DropoutPosterior(Posterior):
             shape = [size if d in kept else 1 for d, size in enumerate(shape)]
         keys = current.keys.get(self.key)
         if keys is None:
-            return self.drawn_late(lambda sizes: uniform(sizes, x.device), shape, dim) >= rate
+            return drawn_late(self, lambda sizes: uniform(sizes, x.device), shape, dim) >= rate
         # One function for all rows and calls: a mask for each draw. A row may have become several, say windows.
         each = 1 if dim is None or sizes_equal(x.shape[dim], current.rows) else x.shape[dim] // current.rows
-        mask = kept_units(keys, self.place_in_forward(), [each if d == dim else n for d, n in enumerate(shape)], rate)
+        mask = kept_units(keys, place_in_forward(self), [each if d == dim else n for d, n in enumerate(shape)], rate)
         if len(keys) == 1 and (dim is None or sizes_equal(each, 1)):
             return mask[0]
         assert dim is not None  # several draws share a forward only where rows are known

@@ -20,7 +20,7 @@ Sizes: K members, n blocks of rows in a pass, C channels. Block j belongs to mem
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,39 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimbayes.engine.rows import LinearMap, sizes_of_blocks, spread
-from slimbayes.layers.base import LAYERS, registered_class
-from slimbayes.layers.norm import BayesNorm
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.configs.whole_modules import MemberNorm
 from slimbayes.posteriors.ensemble import Members
 
-_ROW = "its statistics are those of one row: members have their own already"
-_WHY = {"row": _ROW, "channel": f"{_ROW}; running ones, if it keeps any, are shared", "batch": ""}
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-def batch_norms(offered: Mapping[str, nn.Module]) -> set[str]:
-    """Names of the batch norms among the layers on offer, converted or not; refuses a model without any."""
-    found = {name for name, layer in offered.items() if _statistics(layer) == "batch"}
-    if not found:
-        kinds = ", ".join(sorted({type(layer).__name__ for layer in offered.values()})) or "no layers"
-        norms = [cls for cls in LAYERS.values() if issubclass(cls, BayesNorm)]
-        known = ", ".join(cls.plain.__name__ for cls in norms if cls.statistics == "batch")
-        raise ValueError(f"MemberNorm looked for batch norm ({known}) and found none among: {kinds}.")
-    return found
-
-
-def why_not(layer: nn.Module) -> str:
-    """Why members of a norm layer are not kept apart; nothing if they are."""
-    if isinstance(layer, nn.SyncBatchNorm):
-        return "its statistics are those of all processes; MemberNorm keeps to the rows of one"
-    return _WHY.get(_statistics(layer), "")
-
-
-def _statistics(layer: nn.Module) -> str:
-    """What a norm's statistics are taken over; nothing for other layers."""
-    known = registered_class(layer)
-    return known.statistics if known is not None and issubclass(known, BayesNorm) else ""
 
 
 class MemberNormPosterior(Members):

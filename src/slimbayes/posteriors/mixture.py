@@ -7,8 +7,8 @@ M_1 is the layer's own weight, so that its checkpoint still loads; the posterior
 method is how the assignment Z is drawn (Table 2):
 
     assignment   one value of Z for                     method
-    "layer"      the whole layer, its bias included     EMP
-    "element"    each weight and each bias              ECMP; DropConnect with the last component at zero
+    "layer"      the whole layer, its bias included     EMP (Eq. 4)
+    "element"    each weight and each bias              ECMP (Eq. 5); DropConnect with the last component at zero
     "input"      each input channel                     dropout, with the last component at zero
     "model"      the whole model: a member              explicit ensemble
 
@@ -29,8 +29,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import widen
 from slimbayes.distributions.kl import marginal_cost
+from slimbayes.distributions.scales import widen
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
@@ -63,8 +63,8 @@ class MixturePosterior(WeightPosterior):
         elements = math.prod(site.shape) + (site.n_out if self.bias is not None else 0)
         counts = {"model": 0, "layer": 1, "element": elements, "input": site.n_in}
         # How many independent values of Z one draw has.
-        self.picks = 0 if self.components == 1 else counts[config.assignment]
-        plain = self.picks > 0 and not (config.learn_probs or config.sigma or config.zero)
+        self.n_picks = 0 if self.components == 1 else counts[config.assignment]
+        plain = self.n_picks > 0 and not (config.learn_probs or config.sigma or config.zero)
         # Whether picks are drawn for many layers at once.
         self.joins = plain and (
             config.assignment == "layer" or (config.assignment == "element" and site.kind == "norm")
@@ -106,16 +106,16 @@ class MixturePosterior(WeightPosterior):
         return "logit" if name == "logits" else "component"
 
     @property
-    def log_size(self) -> float:  # type: ignore[override]
-        return math.inf if self.config.sigma else self.picks * math.log(self.components)
+    def log_size(self) -> float:
+        return math.inf if self.config.sigma else self.n_picks * math.log(self.components)
 
     def support(self) -> Support | None:
-        if self.config.sigma or not self.picks:
+        if self.config.sigma or not self.n_picks:
             return super().support()
-        return picks.support(self.picks, self.probabilities().detach(), learned=self.logits is not None)
+        return picks.support(self.n_picks, self.probabilities().detach(), learned=self.logits is not None)
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
-        width = self.picks * (1 if self.logits is None else self.components)
+        width = self.n_picks * (1 if self.logits is None else self.components)
         if self.config.sigma:
             width += math.prod(self.site.shape) + (self.site.n_out if self.site.bias else 0)
         return (0, width) if self.config.draws == "example" and rowwise else (width, 0)
@@ -137,10 +137,10 @@ class MixturePosterior(WeightPosterior):
         super().realise_together([p for p in posteriors if not p.joins], current)
 
     def realise(self, noise: Noise) -> Assigned:
-        count = self.picks * (1 if self.logits is None else self.components)
+        count = self.n_picks * (1 if self.logits is None else self.components)
         drawn, eps = self.lines[:, :count], self.lines[:, count:] if self.config.sigma else None
         if self.config.assignment == "model" or self.components == 1:
-            z = self.pick(torch.arange(self.members, device=self.device), drawn.shape[0])
+            z = super().choices()
             return Assigned(z, z, eps)
         z = picks.by_edges(drawn, self.probs) if self.logits is None else picks.straight_through(drawn, self.logits)
         if self.config.assignment != "element":
@@ -151,7 +151,7 @@ class MixturePosterior(WeightPosterior):
         return Assigned(weight.unflatten(-1, self.site.shape), bias, eps)
 
     @property
-    def countable(self) -> bool:  # type: ignore[override]
+    def countable(self) -> bool:
         shared = self.config.assignment in ("layer", "model") and self.config.draws == "forward"
         return (shared or self.components == 1) and not self.config.sigma
 
@@ -249,7 +249,7 @@ class MixturePosterior(WeightPosterior):
     def _kl_of_picks(self) -> Tensor:
         """One categorical variable for each pick, against a uniform one; nothing where probabilities are given."""
         p = self.probabilities()
-        return p.new_zeros(()) if self.logits is None else self.picks * (p * (p * self.components).log()).sum()
+        return p.new_zeros(()) if self.logits is None else self.n_picks * (p * (p * self.components).log()).sum()
 
     def kl(self) -> Tensor:
         p, total, kept = self.probabilities().to(self.dtype), self._kl_of_picks().to(self.dtype), self._kept()

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import widen
 from slimbayes.distributions.joining import side_by_side
+from slimbayes.distributions.scales import widen
 from slimbayes.engine.blocks import is_exporting, keep_in_memory
 from slimbayes.engine.modules import places_of, plan_once
 from slimbayes.engine.passes import Pass
@@ -174,7 +174,7 @@ def realise_alike(posteriors: Sequence[Any], current: Pass) -> None:
     for assignment, by_row, same in _alike(posteriors, current):
         noise = [current.noise[p.key] for p in same]
         picked = _pick_together(same, [n.row if by_row else n.block for n in noise])
-        parts = picked.unbind(1) if assignment == "layer" else picked.split([p.picks for p in same], 1)
+        parts = picked.unbind(1) if assignment == "layer" else picked.split([p.n_picks for p in same], 1)
         norms: dict[torch.dtype, list[Norm]] = {}
         for p, z in zip(same, parts, strict=True):
             if p.site.kind == "norm":
@@ -205,7 +205,7 @@ def _alike(posteriors: Sequence[Any], current: Pass) -> list[tuple[str, bool, li
 
 def _pick_together(same: Sequence[Any], lines: list[Tensor]) -> Tensor:
     """Picks of posteriors with equally many components side by side: (n, total number of picks)."""
-    counts = tuple([p.picks for p in same])
+    counts = tuple([p.n_picks for p in same])
     edges = torch.stack([p._buffers["probs"] for p in same]).cumsum(1)[:, :-1]
     if sum(counts) > len(same):
         edges = edges.index_select(0, owners(counts, edges.device))

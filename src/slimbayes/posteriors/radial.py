@@ -19,7 +19,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import Normal, widen
+from slimbayes.distributions.families import Normal
+from slimbayes.distributions.scales import widen
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import WeightPosterior

@@ -16,7 +16,6 @@ Sizes: K members, n draws of a pass, p rank, in and out the channels of the laye
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -35,7 +34,7 @@ from slimbayes.kernels import LARGE
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import Role, WeightPosterior
 from slimbayes.posteriors.configs.rank1 import Rank1
-from slimbayes.posteriors.factors import Alike, Drawn, Factor, factor_of, group_by, joint
+from slimbayes.posteriors.factors import Drawn, Factor, FactorGroup, distribution_of, group_by
 
 
 class Rank1Posterior(WeightPosterior):
@@ -45,8 +44,8 @@ class Rank1Posterior(WeightPosterior):
         super().__init__()
         if site.whole and config.perturbation == "additive":
             raise ValueError("additive factors need a layer whose inputs are known; use perturbation='multiplicative'")
-        self.r = factor_of(config, site.n_out, config.random in ("both", "r"))
-        self.s = factor_of(config, site.n_in, config.random in ("both", "s"))
+        self.r = Factor(config, site.n_out, config.random in ("both", "r"))
+        self.s = Factor(config, site.n_in, config.random in ("both", "s"))
         # Member 0 has the layer's own bias. K - 1 offsets then give K independent biases, the paper's count.
         offsets = config.members - 1 if site.bias and config.member_bias else 0
         self.bias = nn.Parameter(torch.zeros(offsets, site.n_out)) if offsets else None
@@ -58,13 +57,12 @@ class Rank1Posterior(WeightPosterior):
         self.dense &= config.perturbation == "multiplicative"
         self.additive = config.perturbation == "additive"
 
-    selectable = True
     oriented = True
-    offsets = ("bias",)
 
     @property
-    def prior_of_factors(self) -> Any:  # type: ignore[override]
-        return None if self.countable else self.r.prior
+    def prior_of_factors(self) -> Any:
+        """The prior of r and s; none of points."""
+        return None if self.is_point else self.r.prior
 
     @torch.no_grad()
     def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
@@ -85,22 +83,11 @@ class Rank1Posterior(WeightPosterior):
             self.bias = nn.Parameter(lines[1:] - lines[0], trains) if len(members) > 1 else None
 
     def role(self, name: str) -> Role:
-        return "scale" if name.endswith("rho") else "factor"
+        return "offset" if name == "bias" else "scale" if name.endswith("rho") else "factor"
 
     @property
     def anchor(self) -> Tensor:
         return self._modules["r"]._parameters["loc"]  # type: ignore[union-attr, return-value]
-
-    @property
-    def countable(self) -> bool:  # type: ignore[override]
-        return self.r.family is Point and self.s.family is Point
-
-    def choices(self) -> Tensor:
-        return self.pick(torch.arange(self.members, device=self.device), self.drawn)
-
-    @property
-    def log_size(self) -> float:  # type: ignore[override]
-        return 0.0 if self.countable else math.inf
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
         width = self.r.width + self.s.width
@@ -110,12 +97,12 @@ class Rank1Posterior(WeightPosterior):
         return self.dense and self.rowwise and seeded(self.r.width + self.s.width, rows, self.anchor)
 
     @property
-    def has_weights(self) -> bool:  # type: ignore[override]
+    def has_weights(self) -> bool:
         return not self.per_row or self.drawn == 1
 
     def realise(self, noise: Noise) -> Drawn:
         current = self.current
-        Alike([self]).draw(current)
+        FactorGroup([self]).draw(current)
         return current.values[self.key]
 
     @classmethod
@@ -124,9 +111,9 @@ class Rank1Posterior(WeightPosterior):
         pairs = zip(posteriors, [current.noise[p.key] for p in posteriors], strict=True)
         kinds, places = tuple([(n.row.shape[1] > 0, n.seed is None, p.clip) for p, n in pairs]), places_of(posteriors)
 
-        def alike() -> list[Alike]:
+        def alike() -> list[FactorGroup]:
             kind = dict(zip([p.key for p in posteriors], zip(kinds, places, strict=True), strict=True))
-            return [Alike(same) for same in group_by(posteriors, lambda p: (p.members, kind[p.key]))]
+            return [FactorGroup(same) for same in group_by(posteriors, lambda p: (p.members, kind[p.key]))]
 
         for same in plan_once(posteriors, ("alike", kinds, places), alike):
             same.draw(current)
@@ -157,7 +144,7 @@ class Rank1Posterior(WeightPosterior):
             locs, rhos = ([f._parameters[name] for f in factors] for name in ("loc", "rho"))
             total = summed_kl(lead.family, lead.prior, locs, rhos, joined(locs), joined(rhos))
             terms.append(total if how == "sum" else total / len(locs[0]))
-            mixed += [joint(factors)] if how == "exact" else []
+            mixed += [distribution_of(factors)] if how == "exact" else []
         terms += [-information(mixed)] if mixed else []
         return terms or [posteriors[0].r.loc.new_zeros(())]
 
@@ -167,7 +154,7 @@ class Rank1Posterior(WeightPosterior):
         total = lines.new_zeros(len(lines))
         for factor, noise in zip((self.r, self.s), lines.split([self.r.width, self.s.width], 1), strict=True):
             if factor.width and factor.prior is not None:
-                q = joint([factor], lambda parameter: self.pick(parameter.double(), len(lines)))
+                q = distribution_of([factor], lambda parameter: self.by_member(parameter.double(), len(lines)))
                 x = q.rsample(noise)
                 total = total + (factor.prior.log_prob(x) - q.log_prob(x)).sum(1)
         return total
@@ -198,7 +185,7 @@ class Rank1Posterior(WeightPosterior):
         """Bias offsets (n, out) of members, without a layer's own bias."""
         if drawn.own is None or drawn.bias is None or self.bias is None:
             return drawn.bias
-        return self.pick(nn.functional.pad(self.bias, (0, 0, 1, 0)), drawn.bias.shape[0])
+        return self.by_member(nn.functional.pad(self.bias, (0, 0, 1, 0)), drawn.bias.shape[0])
 
     def _biases(self, drawn: Drawn, own: Tensor | None, index: int | None = None) -> Tensor | None:
         """Biases (n, out) or (1, out) of a layer with this bias of its own, or that of one draw (out,)."""

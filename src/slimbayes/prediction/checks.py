@@ -23,7 +23,8 @@ from slimbayes.engine.trial import undisturbed
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.layers.base import BayesLayer
 from slimbayes.prediction.accumulate import Accumulator
-from slimbayes.train.likelihoods import NOISE_RULE, likelihood_named
+from slimbayes.train.heteroscedastic import NOISE_RULE
+from slimbayes.train.likelihoods import likelihood_named
 from slimbayes.train.targets import check_logits
 
 _ANYWAY = "predict(..., allow_nonfinite=True) predicts anyway"

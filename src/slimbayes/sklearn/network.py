@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import Normal, dropout_scale
+from slimbayes.distributions.families import Normal
+from slimbayes.distributions.scales import dropout_scale
 from slimbayes.models.feedforward import start_kernels
-from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.configs.base import Config
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.posteriors.configs.whole_modules import Ensemble
 from slimbayes.prediction.accumulate import log_at

@@ -2,5 +2,6 @@
 
 from typing import Literal
 
-# How draws join in a likelihood (likelihoods.py); here, where it needs no torch.
+# Which likelihood, and how draws join in it (likelihoods.py); here, where they need no torch.
+LikelihoodName = Literal["categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian"]
 Form = Literal["average", "mixture", "probs", "logits"]

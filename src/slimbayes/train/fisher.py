@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slimbayes.train.heteroscedastic import noise_slope
+
 
 @dataclass(frozen=True)
 class Fisher:
@@ -70,23 +72,14 @@ def _diagonal(root: Callable[[Tensor, float], Tensor]) -> Callable[[Tensor, floa
 
 
 def _noise_root(outputs: Tensor, scale: float) -> Tensor:
-    slope, noise = _slope(outputs, scale)
+    slope, noise = noise_slope(outputs, scale)
     return torch.stack([1 / noise, math.sqrt(2) * slope / noise], -1)
 
 
 def _noise_score(outputs: Tensor, scale: float) -> Tensor:
-    slope, noise = _slope(outputs, scale)
+    slope, noise = noise_slope(outputs, scale)
     drawn = torch.randn_like(noise)
     return torch.stack([drawn / noise, (drawn.square() - 1) * slope / noise], -1)
-
-
-def _slope(outputs: Tensor, spread: float = 1.0) -> tuple[Tensor, Tensor]:
-    """d noise / d raw, and the noise scale."""
-    from slimbayes.train.likelihoods import MOST_NOISE, UNIT_NOISE, noise_scale
-
-    raw, noise = outputs[..., 1], noise_scale(outputs[..., 1], spread)
-    wide = torch.tanh(UNIT_NOISE * torch.nn.functional.softplus(raw) / MOST_NOISE)
-    return spread**2 * MOST_NOISE * wide / noise * UNIT_NOISE * (1 - wide.square()) * raw.sigmoid(), noise
 
 
 CLASSES = Fisher(_class_roots, _class_score)

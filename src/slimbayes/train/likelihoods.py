@@ -12,7 +12,6 @@ Sizes: S draws, B rows, C classes.
 """
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -21,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slimbayes.engine.blocks import is_exporting
 from slimbayes.errors import did_you_mean
 from slimbayes.train import Form as Form
+from slimbayes.train import LikelihoodName as LikelihoodName
 from slimbayes.train.fisher import BINARY, CLASSES, MEANS, MEANS_AND_SCALES, Fisher
+from slimbayes.train.heteroscedastic import check_spread, noise_scale, noise_unit
 from slimbayes.train.targets import (
     FORMS,
     can_read_values,
@@ -35,13 +35,8 @@ from slimbayes.train.targets import (
     check_shares,
     check_two_outputs,
     is_floating,
-    noise_unit,
     scale_for,
 )
-
-LikelihoodName = Literal["categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian"]
-# Of a heteroscedastic head, in units of the targets' standard deviation: its bounds, and what a softplus of one is.
-LEAST_NOISE, MOST_NOISE, UNIT_NOISE = NOISE_RULE = (0.03, 3.0, 0.3)
 
 
 def categorical(
@@ -140,53 +135,13 @@ def heteroscedastic_gaussian(
     check_two_outputs(output)
     spread = scale_for(scale, target, output)
     if can_read_values(target):
-        _check_spread(target, spread)
+        check_spread(target, spread)
     if form == "logits":
         output, form = output.mean(0, keepdim=True), "average"
     mean, noise = output[..., 0], noise_scale(output[..., 1], spread)
     if form == "probs":
         mean, noise, form = mean.mean(0, keepdim=True), noise.square().mean(0, keepdim=True).sqrt(), "average"
     return _gaussian(mean, target, noise, form)
-
-
-def noise_scale(raw: Tensor, spread: float | Tensor = 1.0) -> Tensor:
-    """The noise scale behind a raw network output, between 0.03 and 3 times the targets' spread.
-
-    It is the softplus of the output, in units of 0.3 of the spread, added in quadrature to the floor. A network that
-    fits its training rows ever better would otherwise shrink the noise there without end, and one mistake elsewhere
-    then costs any number of nats. The unit makes the noise start at a fifth of the spread. docs/far.md has what other
-    floors and units cost and gain on held-out rows.
-
-    Shape: raw (...), spread broadcasts against it; returns (...).
-
-    Example:
-        >>> noise_scale(torch.tensor([-100.0, 0.0, 100.0]), spread=2.0)
-        tensor([0.0600, 0.4195, 6.0003])
-    """
-    # written out in graphs that are exported: onnxruntime has no softplus of float64
-    out = raw.relu() + torch.log1p((-raw.abs()).exp()) if is_exporting() else F.softplus(raw)
-    wide = MOST_NOISE * torch.tanh(UNIT_NOISE * out / MOST_NOISE)
-    return spread * (LEAST_NOISE**2 + wide.square()).sqrt()
-
-
-def _check_spread(target: Tensor, spread: Tensor) -> None:
-    """Warn where targets are in other units than a heteroscedastic head was told: its noise is bounded by their spread.
-
-    Few targets say little about it.
-    """
-    if len(target) < 32:
-        return
-    deviations = target.double().std(0)  # of each target by itself: several may be in different units
-    each = torch.broadcast_to(spread.to(deviations), target.shape).mean(0)
-    odd = ~((0.1 * each < deviations) & (deviations < 10 * each))
-    if bool(odd.any()):
-        found, told = float(deviations[odd].flatten()[0]), float(each[odd].flatten()[0])
-        warnings.warn(
-            f"Targets have the standard deviation {found:.3g}, but scale={told:.3g} bounds their noise to "
-            f"[{LEAST_NOISE * told:.3g}, {MOST_NOISE * told:.3g}]: standardise them, or give scale= in training and "
-            f"in predict.",
-            stacklevel=3,
-        )
 
 
 def _gaussian(mean: Tensor, target: Tensor, scale: Tensor, form: str) -> Tensor:

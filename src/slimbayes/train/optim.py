@@ -117,28 +117,44 @@ def param_groups(
             raise ValueError(f"A multiplier of learning rates must be a number from 0 on, got {factor!r}.")
     if lr is None and not posterior_lr_multiplier == scale_lr_multiplier == 1.0:
         raise ValueError("param_groups needs lr= to apply a posterior_lr_multiplier or a scale_lr_multiplier.")
-    rates = _rates(model, weight_decay)
-    groups: dict[tuple[bool, bool, bool, float, str, bool], list[nn.Parameter]] = {}
+    decay_of = _decays(model, weight_decay)
+    groups: dict[_Group, list[nn.Parameter]] = {}
     for p in described(model):
         variational = p.role not in ("weight", "component")
         undecayed = variational or p.in_kl  # a decay on top of the KL's would be a second prior
+        decay = 0.0 if undecayed else decay_of(p.name)
         part = ("shared" if p.role == "weight" else "patch") if apart else ""
         width = p.of_posterior and p.role == "scale" and scale_lr_multiplier != 1.0
-        at = (p.of_posterior, variational, undecayed, 0.0 if undecayed else rates(p.name), part, width)
         if p.parameter.requires_grad:
-            groups.setdefault(at, []).append(p.parameter)
+            group = _Group(p.of_posterior, variational, undecayed, decay, part, width)
+            groups.setdefault(group, []).append(p.parameter)
     out = []
-    for at in sorted(groups, key=lambda at: at[:3]):  # in a fixed order: a checkpoint of an optimizer counts on it
-        faster = (posterior_lr_multiplier if at[1] else 1.0) * (scale_lr_multiplier if at[5] else 1.0)
-        rate = {} if lr is None else {"lr": lr * faster}
-        out.append({"params": groups[at], "weight_decay": at[3], **rate, **({"part": at[4]} if apart else {})})
+    for group in sorted(groups, key=lambda g: g[:3]):  # in a fixed order: a checkpoint of an optimizer counts on it
+        one: dict[str, Any] = {"params": groups[group], "weight_decay": group.decay}
+        if lr is not None:
+            faster = posterior_lr_multiplier if group.variational else 1.0
+            one["lr"] = lr * (faster * (scale_lr_multiplier if group.width else 1.0))
+        if apart:
+            one["part"] = group.part
+        out.append(one)
     return out
+
+
+class _Group(NamedTuple):
+    """What the parameters of one group of an optimizer have in common."""
+
+    of_posterior: bool
+    variational: bool
+    undecayed: bool
+    decay: float
+    part: str  # "shared" or "patch", where they are kept apart
+    width: bool  # whether they are widths of posteriors, with a rate of their own
 
 
 def networks_of(model: nn.Module) -> list[list[nn.Parameter]]:
     """Parameters of each network in a model: of the members of a deep ensemble, which share none, else all in one.
 
-    A loss that is summed over networks trains each as it would train alone: `len(apart(model)) * nll`, where the
+    A loss that is summed over networks trains each as it would train alone: `len(networks_of(model)) * nll`, where the
     likelihoods here give their average.
     """
     if not isinstance(model, Copied):
@@ -156,7 +172,7 @@ def _check_factors(factors: Mapping[str, float]) -> None:
             raise ValueError(f"{name} is the factor of a penalty and must be a number from 0 on, got {factor!r}.")
 
 
-def _rates(model: nn.Module, weight_decay: float | Mapping[str, float]) -> Callable[[str], float]:
+def _decays(model: nn.Module, weight_decay: float | Mapping[str, float]) -> Callable[[str], float]:
     """Weight decay by a parameter's name."""
     _check_factors(weight_decay if isinstance(weight_decay, Mapping) else {"weight_decay": weight_decay})
     if not isinstance(weight_decay, Mapping):

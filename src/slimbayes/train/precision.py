@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Gamma, kl_divergence
 
-from slimbayes.distributions.families import widen
 from slimbayes.distributions.kl import marginal_cost
+from slimbayes.distributions.scales import widen
 from slimbayes.train.optim import described
 
 

@@ -6,17 +6,17 @@ Likelihoods look at shapes and types always, at values only on a CPU: on a GPU t
 Sizes: N rows, C classes.
 """
 
-import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from slimbayes.errors import SlimbayesWarning, did_you_mean
+from slimbayes.errors import did_you_mean
+from slimbayes.train import Form, LikelihoodName
 
-FORMS = ("average", "mixture", "probs", "logits")
-_KINDS = ("categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian")
+FORMS: tuple[str, ...] = get_args(Form)
+_LIKELIHOODS: tuple[str, ...] = get_args(LikelihoodName)
 
 
 def check_targets(
@@ -36,8 +36,8 @@ def check_targets(
         Traceback (most recent call last):
         ValueError: Targets must be class indices from 0 to 2, got 3 in row 2.
     """
-    if likelihood not in _KINDS:
-        raise ValueError(f"Unknown likelihood {likelihood!r}{did_you_mean(likelihood, _KINDS)}")
+    if likelihood not in _LIKELIHOODS:
+        raise ValueError(f"Unknown likelihood {likelihood!r}{did_you_mean(likelihood, _LIKELIHOODS)}")
     values = torch.as_tensor(target)
     check_some(values)
     if likelihood == "categorical":
@@ -223,16 +223,3 @@ def _refuse(bad: Tensor, target: Tensor, needed: str) -> None:
         " Rows without a label must be left out, or given to categorical(..., ignore_index=)." if value == -100 else ""
     )
     raise ValueError(f"Targets must be {needed}, got {value!r} in row {row}{at}.{hint}")
-
-
-def noise_unit(scale: float | Tensor) -> float | Tensor:
-    """The unit of noise: the targets' spread that a prediction was given; 1, with a warning, where none was (0.0)."""
-    if isinstance(scale, Tensor) or scale:
-        return scale
-    warnings.warn(
-        "heteroscedastic_gaussian needs scale, the targets' standard deviation as in training: without, noise is in "
-        "units of 1. Say scale=1.0 if the targets were standardised.",
-        SlimbayesWarning,
-        stacklevel=2,
-    )
-    return 1.0

@@ -15,7 +15,7 @@ import numpy as np
 
 from slimbayes.data.cells import days_of
 from slimbayes.data.table_files import TABLES, Column, TableFile, look
-from slimbayes.distributions.families import dropout_scale
+from slimbayes.distributions.scales import dropout_scale
 from slimbayes.errors import did_you_mean
 from slimbayes.lab.configs.files import ConfigError, validate
 from slimbayes.lab.configs.own import FEW, feature_kind, target_is_class

@@ -4,7 +4,7 @@ back from; RECIPES has for each method the config and the temperature that score
 
 import pkgutil
 from importlib import import_module
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from slimbayes.distributions.families import Cauchy, Distribution, Normal
 from slimbayes.distributions.priors import HeNormal
@@ -37,7 +37,7 @@ def config_from_dict(data: dict[str, Any]) -> Config:
 
 
 Start = Literal["scratch", "trained"]
-_STARTS: tuple[Start, ...] = ("scratch", "trained")
+_STARTS: tuple[Start, ...] = get_args(Start)
 
 
 class Recipe(NamedTuple):

@@ -18,7 +18,7 @@ from importlib import import_module
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
-from slimbayes.distributions.families import Distribution, distribution_from_dict
+from slimbayes.distributions.families import Distribution, Normal, distribution_from_dict
 from slimbayes.errors import brief, did_you_mean
 
 if TYPE_CHECKING:
@@ -88,6 +88,13 @@ def check_distribution(owner: object, field: str, value: object) -> None:
         raise TypeError(f"{name_of(owner)}: {field} must be {needed}, got {got}.{example}")
 
 
+def check_prior(owner: object, field: str, value: object, known: tuple[type[Distribution], ...] = (Normal,)) -> None:
+    """Refuse a prior of weights of another family than those for which the KL is known."""
+    if not isinstance(value, known):
+        names = " or ".join(kind.__name__ for kind in known)
+        raise ValueError(f"{name_of(owner)}: the KL is known for a {names} prior, got {brief(value)}.")
+
+
 Count = Annotated[int, check_count]
 Whole = Annotated[int, check_whole]
 Rate = Annotated[float, check_rate]
@@ -95,6 +102,7 @@ Positive = Annotated[float, check_positive]
 NotNegative = Annotated[float, check_not_negative]
 Precision = Annotated[float, partial(check_not_negative, what="is a precision and ")]
 Family = Annotated[Distribution, check_distribution]
+NormalPrior = Annotated[Distribution, check_prior]
 
 
 @cache
@@ -109,12 +117,11 @@ class Config:
     """Everything a user chooses about a method. Subclasses are frozen, keyword-only dataclasses that survive JSON."""
 
     members: int = 1
-    says: ClassVar[str] = "members"  # the field that tells most of it
+    main_field: ClassVar[str] = "members"  # the one that `describe` shows
     converts: ClassVar[bool] = True
     leaves_tables: ClassVar[str] = ""  # what to say of embeddings where a method leaves them alone by default
     whole: ClassVar[bool] = False  # whether it converts modules of any type as a whole
     covers: tuple[Any, ...] = ("matrix", "table")  # the kinds of layer it can convert (layers/site.py: Kind)
-    known_priors: ClassVar[tuple[type[Distribution], ...]] = ()  # those of weights, where the KL is known for few
 
     def __post_init__(self) -> None:
         """Refuse what the types of the fields do not allow."""
@@ -125,9 +132,6 @@ class Config:
                     kind.__metadata__[0](self, field, value)
                 elif get_origin(kind) is Literal and not (float in types and isinstance(value, (int, float))):
                     check_choice(self, field, value, get_args(kind))
-        if self.known_priors and not isinstance(self.prior, self.known_priors):  # type: ignore[attr-defined]
-            known = " or ".join(kind.__name__ for kind in self.known_priors)
-            raise ValueError(f"{name_of(self)}: the KL is known for a {known} prior, got {brief(self.prior)}.")  # type: ignore[attr-defined]
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
         """Names of the layers to convert out of those offered; None for all. `named`: the user picked them by name."""
@@ -148,8 +152,9 @@ class Config:
 
     def describe(self) -> str:
         """The method in a few words, for summaries."""
-        known = any(f.name == self.says for f in dataclasses.fields(self))  # type: ignore[arg-type]
-        return f"{type(self).__name__}({self.says}={getattr(self, self.says)})" if known else type(self).__name__
+        name, field = type(self).__name__, self.main_field
+        known = any(f.name == field for f in dataclasses.fields(self))  # type: ignore[arg-type]
+        return f"{name}({field}={getattr(self, field)})" if known else name
 
     def extra_parameters(self, layer: nn.Module, sites: Sequence[Site]) -> list[Tensor]:
         """Parameters that converting a layer with these sites would add, as tensors whose numbers do not matter."""

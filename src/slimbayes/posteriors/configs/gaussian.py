@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from slimbayes.distributions.families import Distribution, Normal
 from slimbayes.distributions.priors import HeNormal
-from slimbayes.posteriors.configs.base import Count, NotNegative, Positive, SiteConfig, check_count
+from slimbayes.posteriors.configs.base import (
+    Count,
+    NormalPrior,
+    NotNegative,
+    Positive,
+    SiteConfig,
+    check_count,
+    check_prior,
+    name_of,
+)
 
 if TYPE_CHECKING:
     from slimbayes.layers.site import Site
@@ -19,11 +28,18 @@ Estimator = Literal["reparam", "flipout", "local"]
 Limit = Annotated[int, partial(check_count, most=None)]
 
 
+def check_weight_prior(owner: object, field: str, value: object) -> None:
+    """Refuse what gives no KL of Gaussian weights."""
+    if not isinstance(value, Distribution) or not hasattr(value.for_layer(1), "gaussian_kl"):
+        known = "Normal, HeNormal, TiedMean, LaplacePrior, EmpiricalBayes or ScaleMixture"
+        raise ValueError(f"{name_of(owner)}: {type(value).__name__} is no prior for weights; use {known}.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class GaussianConfig(SiteConfig):
     """What mean-field and k-tied configs share; `MeanField` describes the fields."""
 
-    prior: Distribution = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
+    prior: Annotated[Distribution, check_weight_prior] = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
     estimator: Estimator = "reparam"
     scale_init: Positive = 0.01
     scale_jitter: NotNegative = 0.001
@@ -33,13 +49,9 @@ class GaussianConfig(SiteConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name = type(self).__name__
         if self.max_scale is not None and not self.max_scale > self.scale_init:
             start = f"scale_init={self.scale_init!r}, where scales start"
-            raise ValueError(f"{name}: max_scale={self.max_scale!r} must be above {start}.")
-        if not hasattr(self.prior, "gaussian_kl"):
-            known = "Normal, HeNormal, TiedMean, LaplacePrior, EmpiricalBayes or ScaleMixture"
-            raise ValueError(f"{name}: {type(self.prior).__name__} is no prior for weights; use {known}.")
+            raise ValueError(f"{name_of(self)}: max_scale={self.max_scale!r} must be above {start}.")
 
     def extra_flops(self, site: Site) -> float:
         """Beyond drawing weights, which happens once a pass: the second product of flipout and of local."""
@@ -102,7 +114,7 @@ class KTied(GaussianConfig):
 
     rank: Count = 2
     scale_jitter: NotNegative = 0.1
-    says: ClassVar[str] = "rank"
+    main_field: ClassVar[str] = "rank"
     builds: ClassVar[str] = "k_tied.KTiedPosterior"
 
     def extra_flops(self, site: Site) -> float:
@@ -139,10 +151,9 @@ class MatrixNormal(GaussianConfig):
 class CorrelatedConfig(SiteConfig):
     """What configs of posteriors with correlated weights share; `MultivariateNormal` describes the fields."""
 
-    prior: Distribution = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
+    prior: Annotated[Distribution, partial(check_prior, known=(Normal, HeNormal))] = Normal(0.0, 1.0)  # noqa: RUF009
     scale_init: Positive = 0.01
     limit: Limit = 10_000_000
-    known_priors = (Normal, HeNormal)
 
     @abstractmethod
     def numbers(self, m: int, n: int) -> int:
@@ -219,8 +230,7 @@ class Radial(SiteConfig):
         torch.Size([4, 5, 2])
     """
 
-    prior: Distribution = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
+    prior: NormalPrior = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
     scale_init: Positive = 0.02
     scale_jitter: NotNegative = 0.002
-    known_priors = (Normal,)
     builds: ClassVar[str] = "radial.RadialPosterior"

@@ -1,5 +1,5 @@
 """The configs of the general family of Ensemble Model Patching (posteriors/mixture.py), of its cases, and of a planar
-flow (posteriors/patch.py) that goes where they go: to norms, and perhaps the ends of a network.
+flow (posteriors/flow_patch.py) that goes where they go: to norms, and perhaps the ends of a network.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class DropConnect(SiteConfig):
     """
 
     leaves_tables = "DropConnect leaves embeddings alone"
-    says: ClassVar[str] = "rate"
+    main_field: ClassVar[str] = "rate"
     rate: Rate = 0.1
     draws: Draws = "forward"
     tau: float | None = None
@@ -204,7 +204,7 @@ class ModelPatch(ComponentConfig):
     covers = ("matrix", "table", "norm")
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
-        from slimbayes.posteriors.patch import layers_to_patch
+        from slimbayes.posteriors.target_layers import layers_to_patch
 
         return layers_to_patch(self, model, offered, named)
 
@@ -245,8 +245,8 @@ class FlowPatch(SiteConfig):
     samples: Count = 8
     covers = ("norm",)
     targets = ModelPatch.targets  # type: ignore[assignment]
-    says: ClassVar[str] = "steps"
-    builds: ClassVar[str] = "patch.FlowPosterior"
+    main_field: ClassVar[str] = "steps"
+    builds: ClassVar[str] = "flow_patch.FlowPosterior"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,10 +17,18 @@ from slimbayes.distributions.families import (
     Point,
     Signs,
     check_pair,
-    dropout_scale,
-    rho_from_scale,
 )
-from slimbayes.posteriors.configs.base import Count, Family, NotNegative, Positive, SiteConfig, Whole, check_number
+from slimbayes.distributions.scales import dropout_scale, rho_from_scale
+from slimbayes.posteriors.configs.base import (
+    Count,
+    Family,
+    NormalPrior,
+    NotNegative,
+    Positive,
+    SiteConfig,
+    Whole,
+    check_number,
+)
 
 if TYPE_CHECKING:
     from slimbayes.layers.site import Site
@@ -240,14 +248,13 @@ class JointNormal(FactorConfig):
 
     over: Over = "both"
     members: Count = 1
-    prior: Distribution = Normal(1.0, 0.1)  # noqa: RUF009 (immutable)
+    prior: NormalPrior = Normal(1.0, 0.1)  # noqa: RUF009 (immutable)
     scale_init: Positive = 0.01
     full_up_to: Whole = 1024
     beyond: Literal["independent", "kronecker"] = "independent"
     mean_init: Family = Point(1.0)  # noqa: RUF009 (immutable)
     member_bias: bool = True
     directions: Whole | None = None
-    known_priors = (Normal,)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -272,8 +279,8 @@ class JointNormal(FactorConfig):
         return 0.0 if self.over == "weights" else 0.5 * (site.n_in + site.n_out)
 
     def build(self, site: Site) -> Posterior:
-        from slimbayes.posteriors.joint_forms import JointFactors, KroneckerWeights, is_product
-        from slimbayes.posteriors.joint_normal import JointWeights
+        from slimbayes.posteriors.joint_normal import JointFactors
+        from slimbayes.posteriors.joint_weights import JointWeights, KroneckerWeights, is_product
 
         if self.over != "weights":
             return JointFactors(self, site)

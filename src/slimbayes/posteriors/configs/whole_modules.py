@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from slimbayes.layers.site import Site
     from slimbayes.posteriors.base import Posterior
-    from slimbayes.posteriors.ensemble import EnsemblePosterior
 
 
 Execution = Literal["auto", "loop", "batched"]
@@ -73,12 +72,6 @@ class Ensemble(Config):
     def extra_parameters(self, layer: nn.Module, sites: Sequence[Site]) -> list[Tensor]:
         return [p for _ in range(self.members - 1) for p in layer.parameters()]
 
-    def copies(self, module: nn.Module) -> EnsemblePosterior:
-        """The posterior of one module: its K - 1 further members."""
-        from slimbayes.posteriors.ensemble import copies
-
-        return copies(self, module)
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemberNorm(SiteConfig):
@@ -107,14 +100,14 @@ class MemberNorm(SiteConfig):
     builds: ClassVar[str] = "member_norm.MemberNormPosterior"
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
-        from slimbayes.posteriors.member_norm import batch_norms
+        from slimbayes.posteriors.target_layers import batch_norms
 
         return batch_norms(offered)
 
     def leaves_alone(self, layer: nn.Module) -> str:
-        from slimbayes.posteriors.member_norm import why_not
+        from slimbayes.posteriors.target_layers import why_no_batch_norm
 
-        return why_not(layer)
+        return why_no_batch_norm(layer)
 
     def describe(self) -> str:
         return f"MemberNorm(members={self.members}{', affine' if self.affine else ''})"
@@ -165,8 +158,7 @@ class MCDropout(SiteConfig):
         return dropping("input", 0.005 if self.rate is None else self.rate, "example", self.tau, self.rho)
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
-        from slimbayes.posteriors.mc_dropout import own_dropout
-        from slimbayes.posteriors.patch import chosen_layers
+        from slimbayes.posteriors.target_layers import chosen_layers, own_dropout
 
         if self.before is not None:
             return chosen_layers(f"MCDropout(before={self.before!r})", self.before, model, offered, scales=False)

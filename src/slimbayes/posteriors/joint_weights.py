@@ -1,6 +1,6 @@
-"""Two more of the Gaussians of joint_normal.py: over the rank-1 factors of one matrix, and its biases; and over weights
-whose covariance is diagonal in a basis that is a Kronecker product (George et al. 2018), which `laplace` fits to layers
-too large for a full one.
+"""The Gaussians of joint_normal.py over the weights and biases of a layer: with a full covariance, or with one that is
+diagonal in a basis that is a Kronecker product (George et al. 2018), which `laplace` fits to layers too large for a
+full one.
 
     W = mean + U (sigma o E) V^T,     U (n, n) and V (m, m) orthogonal,  E standard normal
 
@@ -12,23 +12,44 @@ from __future__ import annotations
 
 import math
 import operator
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import widen
-from slimbayes.engine.passes import Noise, Pass
+from slimbayes.distributions.scales import widen
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import Role
-from slimbayes.posteriors.configs.rank1 import BatchEnsemble, JointNormal
-from slimbayes.posteriors.factors import Drawn
-from slimbayes.posteriors.joint_normal import Joint, JointWeights, Pick
-from slimbayes.posteriors.rank1 import Rank1Posterior
+from slimbayes.posteriors.configs.rank1 import JointNormal
+from slimbayes.posteriors.joint_normal import ByMember, JointNormalPosterior
+
+
+class JointWeights(JointNormalPosterior):
+    """Weights, in the order they are stored in, and biases, around the layer's own."""
+
+    regularises_mean = True
+
+    def __init__(self, config: JointNormal, site: Site) -> None:
+        super().__init__()
+        self.regularises_bias = site.bias
+        self._init_covariance(config, site, math.prod(site.shape) + (site.n_out if site.bias else 0))
+
+    def means(self) -> Tensor:
+        linear = self.linear_map()
+        own = [linear.weight, linear.bias] if self.site.bias and linear.bias is not None else [linear.weight]
+        return torch.cat([widen(part).flatten() for part in own]).unsqueeze(0)
+
+    def draws_at(self, deviation: Tensor, by_member: ByMember) -> tuple[Tensor, Tensor | None]:
+        """Deviations of the weights (n, *shape), and of the biases (n, out), where the layer has any."""
+        weight, bias = deviation.tensor_split([math.prod(self.site.shape)], 1)
+        return weight.reshape(-1, *self.site.shape), bias if self.site.bias else None
+
+    def _free(self, linear: LinearMap) -> Tensor | None:
+        if linear.mask is None:
+            return None
+        weight = (linear.mask.expand(self.site.shape) != 0).flatten()
+        return nn.functional.pad(weight, (0, self.size - len(weight)), value=True)
 
 
 @dataclass
@@ -98,7 +119,7 @@ class KroneckerWeights(JointWeights):
         weight = numbers[:, :size].view(-1, *self.site.shape).movedim(1 + self.site.out_dim, 1).flatten(2)
         return torch.cat([weight, numbers[:, size:].unsqueeze(2)], 2) if self.site.bias else weight
 
-    def _deviation(self, lines: Tensor, pick: Pick) -> Tensor:
+    def _deviation(self, lines: Tensor, by_member: ByMember) -> Tensor:
         left, right = widen(self.left), widen(self.right)
         drawn = lines.to(left.dtype).view(-1, len(left), len(right)) * self._scale()
         return self._stored(left @ drawn @ right.mT)
@@ -153,85 +174,3 @@ class KroneckerWeights(JointWeights):
             found = torch.vmap(torch.func.grad(mean), (None, linear.batch_dim, 0))(one, blocks, kept)
         lines = found.flatten(1)
         return torch.cat([lines, lines.new_ones(rows, 1)], 1) if self.site.bias else lines
-
-
-MOST_ENTANGLED = 0.1  # share of a weight by which its draws may be off on average
-
-
-class JointFactors(Joint, Rank1Posterior):
-    """Factors r (K, out) and s (K, in), and biases (K, out), of which some are drawn together, in this order. The prior
-    of biases has mean zero.
-    """
-
-    rounded = True
-
-    def __init__(self, config: JointNormal, site: Site) -> None:
-        points = BatchEnsemble(members=config.members, mean_init=config.mean_init, member_bias=config.member_bias)
-        Rank1Posterior.__init__(self, points.resolved(), site)
-        biases = site.n_out if config.over == "both+bias" and site.bias else 0
-        self.parts = [0 if config.over == "s" else site.n_out, 0 if config.over == "r" else site.n_in, biases]
-        self._begin(config, site, sum(self.parts))
-
-    @property
-    def prior_of_factors(self) -> Any:
-        return self.prior
-
-    countable = False  # type: ignore[assignment]
-    log_size = math.inf  # type: ignore[assignment]
-
-    def role(self, name: str) -> Role:
-        return "scale" if name in ("log_scale", "lower", "directions") else "factor"
-
-    def means(self) -> Tensor:
-        r, s = widen(self.r.loc).squeeze(1), widen(self.s.loc).squeeze(1)
-        numbers = [r[:, : self.parts[0]], s[:, : self.parts[1]]]
-        if self.parts[2]:
-            bias = self.linear_map().bias
-            assert bias is not None
-            own = widen(bias).expand(self.members, -1)
-            numbers.append(own if self.bias is None else own + nn.functional.pad(widen(self.bias), (0, 0, 1, 0)))
-        return torch.cat(numbers, 1)
-
-    @torch.no_grad()
-    def entangled(self) -> float:
-        """The largest covariance of an r and an s: by so much the mean of r s is off from that of their means."""
-        if not self.correlated or not self.parts[0] or not self.parts[1]:
-            return 0.0
-        r, s, _ = self.root().split(self.parts, 1)
-        return float((r @ s.mT).abs().max())
-
-    def realise(self, noise: Noise) -> Any:
-        if self.fitted and not torch.compiler.is_compiling():
-            self.fitted, off = False, self.entangled()
-            if off > MOST_ENTANGLED:
-                warnings.warn(
-                    f"laplace: factors of {self.name} vary against each other so much that drawn weights are up to "
-                    f"{off:.0%} off from the network's on average. Use predict_linearised, which is not concerned, or "
-                    f"laplace(..., prior=Normal(1.0, 0.2)) or over='r'.",
-                    stacklevel=2,
-                )
-        return Joint.realise(self, noise)
-
-    def locs(self) -> float | Tensor:
-        if not self.parts[2]:
-            return self.prior.loc
-        factors = torch.arange(self.size, device=self.device) < self.size - self.parts[2]
-        return factors * self.prior.loc
-
-    def at(self, deviation: Tensor, pick: Pick) -> Drawn:
-        count = len(deviation)
-        r, s = (pick(widen(factor.loc).squeeze(1), count) for factor in (self.r, self.s))
-        change_r, change_s, change = deviation.split(self.parts, 1)
-        bias = None if self.bias is None else pick(nn.functional.pad(self.bias, (0, 0, 1, 0)), count)
-        if self.parts[2]:
-            bias = change if bias is None else bias + change
-        return Drawn(r + change_r if self.parts[0] else r, s + change_s if self.parts[1] else s, bias)
-
-    # What rank-1 posteriors join over layers is independent factors: these go one by one, as any posterior does.
-    @classmethod
-    def realise_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
-        super(Rank1Posterior, cls).realise_together(posteriors, current)
-
-    @classmethod
-    def kl_together(cls, posteriors: Sequence[Self]) -> list[Tensor]:
-        return super(Rank1Posterior, cls).kl_together(posteriors)

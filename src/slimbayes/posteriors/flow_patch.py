@@ -1,11 +1,5 @@
-"""Ensemble Model Patching (Chang et al. 2019): K components on norm layers, and perhaps the first and last layer.
-
-    EMP    Eq. 4   one pick for each patched layer: its weight and bias come from the same component
-    ECMP   Eq. 5   one pick for every element
-
-Everything else stays shared and a point estimate. The mechanism is `Mixture`; this file says where it goes. And a
-planar flow (Rezende & Mohamed 2015) over the scales and biases of a norm layer, jointly, which the paper names as
-future work for the layers that it patches:
+"""A planar flow (Rezende & Mohamed 2015) over the scales and biases of a norm layer, jointly, which Chang et al. 2019
+name as future work for the layers that they patch:
 
     d = sigma o e,   e ~ Normal(0, 1)                             the layer's own scale and bias are the mean
     d <- d + u tanh(w . d + c)          for each of T steps       det = 1 + (1 - tanh^2)(w . u)
@@ -21,82 +15,17 @@ Sizes: n draws, T steps, D scales and biases of a layer.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import widen
+from slimbayes.distributions.scales import widen
 from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise
-from slimbayes.engine.rows import LinearMap
-from slimbayes.layers import class_for, kind_of
-from slimbayes.layers.base import sites_of
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import Role, WeightPosterior
-from slimbayes.posteriors.configs.mixture import FlowPatch, words
-
-
-def layers_to_patch(config: Any, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
-    """Names of the layers that a config's `patch` means: by default norms, or all that are offered by name (None)."""
-    patch = config.patch or (None if named else "norm")
-    asker = f"{type(config).__name__}(patch={patch!r})"
-    return None if patch is None else chosen_layers(asker, patch, model, offered)
-
-
-def chosen_layers(
-    asker: str, value: str, model: nn.Module, offered: Mapping[str, nn.Module], scales: bool = True
-) -> set[str]:
-    """Names of the offered layers that a selection means; refuses one that means none, saying what was looked for and
-    found.
-
-    With `scales`, norm layers without any (affine=False) do not count.
-    """
-    named = words(value)
-    if not named:
-        found = {name for name in offered if re.fullmatch(value, name)}
-        return found or _nothing(asker, f"layers whose whole name matches {value!r}", offered)
-    found = set()
-    for word in named:
-        if word == "norm":
-            norms = {name: layer for name, layer in offered.items() if class_for(layer, ("norm",)) is not None}
-            part = {name for name, layer in norms.items() if not scales or next(layer.parameters(), None) is not None}
-            found |= part or _nothing(asker, f"norm layers{' with scales' if scales else ''}", offered)
-        else:
-            found |= _end_layer(asker, word, model, offered)
-    return found
-
-
-def _end_layer(asker: str, word: str, model: Any, offered: Mapping[str, nn.Module]) -> set[str]:
-    """The first or the last dense or convolutional layer, in the order in which modules were assigned."""
-
-    def is_dense(layer: nn.Module) -> bool:
-        """Whether a layer is one matrix applied to numbers: recurrent layers are several, embeddings are tables."""
-        cls = class_for(layer, ("matrix",))
-        return cls is not None and kind_of(layer) != "table" and len(sites_of(cls, layer)) == 1
-
-    names = [name for name, layer in offered.items() if is_dense(layer)]
-    if not names:
-        return _nothing(asker, f"an {word} layer (dense or convolutional)", offered)
-    if word == "output" and callable(getattr(model, "get_classifier", None)):  # timm's models name theirs
-        head = model.get_classifier()
-        named = [name for name in names if offered[name] is head]
-        names = named or names
-    return {names[0] if word == "input" else names[-1]}
-
-
-def _nothing(asker: str, looked_for: str, offered: Mapping[str, nn.Module]) -> set[str]:
-    kinds = sorted({type(layer).__name__ for layer in offered.values()})
-    some = ", ".join(f"{n or '(model)'}" for n in list(offered)[:8])
-    more = ", ..." if len(offered) > 8 else ""
-    raise ValueError(
-        f"{asker} looked for {looked_for} and found none. The layers on offer are of type {', '.join(kinds) or 'none'} "
-        f'({some}{more}). Choose others with "norm", "output", "input" or a regular expression for names.'
-    )
-
+from slimbayes.posteriors.configs.mixture import FlowPatch
 
 _DRAWS = 256  # that a standard deviation is taken from
 
@@ -145,21 +74,15 @@ class FlowPosterior(WeightPosterior):
             d = d + bent.unsqueeze(1) * u
         return d, log_det
 
-    def realise(self, noise: Noise) -> Tensor:
-        return self.deviations(noise.block)[0]
+    def realise(self, noise: Noise) -> tuple[Tensor, Tensor | None]:
+        """Deviations of the scales and of the biases, (n, *shape)."""
+        weight, bias = self.deviations(noise.block)[0].tensor_split([self.size], 1)
+        return weight.view(-1, *self.site.shape), bias.view(-1, *self.site.shape) if self.site.bias else None
 
     def _mean(self) -> Tensor:
         linear = self.linear_map()
         own = [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
         return torch.cat([widen(t).flatten() for t in own])
-
-    def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        """Scales and biases of this pass's draws, (n, *shape)."""
-        parts = self.values()[draws].split(self.size, 1)
-        weight = linear.weight + parts[0].view(-1, *self.site.shape).to(linear.weight.dtype)
-        if linear.bias is None or len(parts) == 1:
-            return weight, linear.bias
-        return weight, linear.bias + parts[1].view(-1, *self.site.shape).to(linear.bias.dtype)
 
     def _log_prior(self, values: Tensor) -> Tensor:
         """Log density of scales and biases (n, D) under their priors, (n,)."""
