@@ -37,7 +37,6 @@ from torch import Tensor
 
 from slimbayes.engine.noise import Seed, key, seed_of
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.train.likelihoods import likelihood_named
 
 Kind = Literal["adaptive", "threshold", "scaled", "absolute"]
 _KINDS = {True: ("adaptive", "threshold"), False: ("scaled", "absolute")}
@@ -184,7 +183,7 @@ class CVPlus:
 
 def _kind_of(prediction: Prediction, kind: Kind | None) -> Kind:
     """The kind of score, by default the first that fits a prediction."""
-    kinds = _KINDS[likelihood_named(prediction.likelihood).discrete]
+    kinds = _KINDS[prediction.discrete]
     if kind is not None and kind not in kinds:
         raise ValueError(
             f"kind must be {kinds[0]!r} or {kinds[1]!r} for {prediction.likelihood} targets, got {kind!r}."
@@ -230,8 +229,8 @@ def _centre_and_width(prediction: Prediction, kind: Kind) -> tuple[Tensor, Tenso
 def _target_scores(prediction: Prediction, target: Tensor, kind: Kind, seed: Seed) -> Tensor:
     """The score of each row's own target, (N, ...)."""
     if _is_discrete(kind):
-        prediction.log_prob(target)  # refuses what is no label of these rows
-        return _class_scores(prediction, kind, seed).gather(-1, target.long()[:, None])[:, 0]
+        label = prediction.check_target(target).long()
+        return _class_scores(prediction, kind, seed).gather(-1, label[:, None])[:, 0]
     centre, width = _centre_and_width(prediction, kind)
     if target.shape != centre.shape or not bool(target.isfinite().all()):
         raise ValueError(f"Finite targets of shape {tuple(centre.shape)} are needed, got {tuple(target.shape)}.")

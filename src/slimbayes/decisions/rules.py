@@ -26,7 +26,7 @@ from torch import Tensor
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.prediction.accumulate import along_draws, log_mean
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.train.likelihoods import entropy, likelihood_named
+from slimbayes.train.likelihoods import entropy
 
 _LOWEST, _HIGHEST = 1e-2, 1e2
 
@@ -101,7 +101,7 @@ def _tempered(prediction: Prediction, temperature: float) -> Prediction:
     if draws is None:
         raise ValueError("A temperature changes every draw; call predict(..., keep_samples=True).")
     members = len(prediction.by_member)
-    if not likelihood_named(prediction.likelihood).discrete:
+    if not prediction.discrete:
         square = temperature**2
         return replace(
             prediction,
@@ -175,9 +175,8 @@ class Abstention:
         """
         if not (0 < risk < 1 and 0 < delta < 1):
             raise ValueError(f"risk and delta must lie strictly between 0 and 1, got {risk!r} and {delta!r}.")
-        discrete = likelihood_named(prediction.likelihood).discrete
-        by = by or ("confidence" if discrete else "total")
-        wrong = _wrong(prediction, target, tolerance, discrete)
+        by = by or ("confidence" if prediction.discrete else "total")
+        wrong = _wrong(prediction, target, tolerance)
         score, order = _score(prediction, by).sort(descending=True, stable=True)
         errors = wrong[order].double().cumsum(0)
         n, best = len(score), 0
@@ -208,9 +207,9 @@ def _score(prediction: Prediction, by: By) -> Tensor:
     return found if by == "confidence" else -found
 
 
-def _wrong(prediction: Prediction, target: Tensor, tolerance: float | None, discrete: bool) -> Tensor:
-    if discrete:
-        prediction.log_prob(target)  # refuses what is no label of these rows
+def _wrong(prediction: Prediction, target: Tensor, tolerance: float | None) -> Tensor:
+    if prediction.discrete:
+        target = prediction.check_target(target)
         if target.dim() != 1:
             raise ValueError(f"One class for each row is needed, got targets of shape {tuple(target.shape)}.")
         return prediction.label != target

@@ -150,7 +150,7 @@ def mixture(prediction: Prediction | Tensor, target: Tensor, scale: Scale) -> tu
 
 
 def _need_real(prediction: Prediction) -> None:
-    if "gaussian" not in prediction.likelihood:
+    if prediction.discrete:
         raise TypeError(f"A Prediction of real targets is needed, got one of {prediction.likelihood} targets.")
 
 

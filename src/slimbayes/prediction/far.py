@@ -142,7 +142,7 @@ class Far(nn.Module):
         if prediction.by_draw is None:
             raise ValueError("Distance changes every draw; call predict(..., keep_samples=True).")
         w = ((distance - self.typical) / (1 - self.typical)).clamp(0, 1).to(prediction.by_member)
-        wider = self._classes if likelihood_named(prediction.likelihood).discrete else self._targets
+        wider = self._classes if prediction.discrete else self._targets
         return replace(wider(prediction, prediction.by_draw, w), distance=distance.to(w))
 
     def _classes(self, prediction: Prediction, logs: Tensor, w: Tensor) -> Prediction:

@@ -61,7 +61,7 @@ def bands(prediction: Prediction, x: Tensor | None = None, target: Tensor | None
         >>> len(bands(p, torch.linspace(0, 1, 20)).axes)
         1
     """
-    prediction._need("gaussian", "heteroscedastic_gaussian")
+    prediction._need(discrete=False)
     mean, rows = prediction.mean, len(prediction)
     if mean.dim() > 2 or (x is not None and x.numel() != rows) or (target is not None and target.shape != mean.shape):
         got = [None if t is None else tuple(t.shape) for t in (x, target)]
@@ -105,7 +105,7 @@ def uncertainties(prediction: Prediction, target: Tensor | None = None) -> Figur
     entropy = prediction.entropy.flatten().cpu().double()
     groups = [("all rows", entropy, GREY)]
     if target is not None:
-        target = prediction._check_target(target)
+        target = prediction.check_target(target)
         right = (prediction.label == target).flatten().cpu()
         groups = [("right", entropy[right], BLUE), ("wrong", entropy[~right], ORANGE)]
     figure = empty_figure("uncertainties", 5.6, 3.4)

@@ -20,7 +20,7 @@ from torch import Tensor
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.prediction import accumulate, panels
 from slimbayes.prediction.views import Views
-from slimbayes.train.likelihoods import LikelihoodName
+from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
 from slimbayes.train.targets import can_read_values, check_labels, check_real, is_floating
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Prediction(Views):
     @property
     def mean(self) -> Tensor:
         """Predictive mean: class probabilities (N, C), probability of class one (N,), or mean (N, ...)."""
-        if self._classes:
+        if self.discrete:
             return self._plain(self.log_probs)
         if self.weights is None:
             return self.by_member.mean(0)
@@ -93,7 +93,7 @@ class Prediction(Views):
     @property
     def probs(self) -> Tensor:
         """Predictive class probabilities (N, C); for binary targets (N, ...), the probability of class one."""
-        self._need("categorical", "bernoulli")
+        self._need(discrete=True)
         return self.mean
 
     @property
@@ -104,13 +104,13 @@ class Prediction(Views):
             >>> Prediction.from_outputs(torch.tensor([[200.0]]), "bernoulli").log_probs
             tensor([[-200.,    0.]])
         """
-        self._need("categorical", "bernoulli")
+        self._need(discrete=True)
         return accumulate.log_mean(self.by_member, self.weights)
 
     @property
     def member_probs(self) -> Tensor:
         """Class probabilities of each member, averaged over its draws: (K, N, C)."""
-        self._need("categorical", "bernoulli")
+        self._need(discrete=True)
         return self.member_mean
 
     @property
@@ -126,13 +126,13 @@ class Prediction(Views):
     @property
     def entropy(self) -> Tensor:
         """Entropy of the predictive distribution in nats (N,): the total uncertainty about a class."""
-        self._need("categorical", "bernoulli")
+        self._need(discrete=True)
         return self.total
 
     @property
     def variance(self) -> Tensor:
         """Predictive variance of a real target: the total uncertainty."""
-        self._need("gaussian", "heteroscedastic_gaussian")
+        self._need(discrete=False)
         return self.total
 
     @property
@@ -171,8 +171,8 @@ class Prediction(Views):
 
         Shape: target as in `log_prob`; returns (K, N, ...).
         """
-        if self._classes:
-            target = self._check_target(target)
+        if self.discrete:
+            target = self.check_target(target)
             return accumulate.log_at(self.by_member, target)
         logp = self.draw_log_prob(target).unflatten(0, (-1, len(self.by_member)))  # draw j belongs to member j mod K
         return accumulate.log_mean(logp)
@@ -187,9 +187,9 @@ class Prediction(Views):
             >>> p.draw_log_prob(torch.tensor([2])).T  # log of 1 / 4
             tensor([[-1.3863, -1.3863, -1.3863]])
         """
-        target = self._check_target(target)
+        target = self.check_target(target)
         values = self._kept()
-        if self._classes:
+        if self.discrete:
             return accumulate.log_at(values, target)
         assert self.noise is not None  # kept with the samples
         if bool((self.noise == 0).any()):
@@ -210,7 +210,7 @@ class Prediction(Views):
             >>> p.mean, p.epistemic, p.aleatoric
             (tensor([10.]), tensor([4.]), tensor([1.]))
         """
-        self._need("gaussian", "heteroscedastic_gaussian")
+        self._need(discrete=False)
         given = {"mean": mean, "std": std}
         shift, factor = (accumulate.for_a_row(name, value, self.by_member) for name, value in given.items())
         if not bool((factor > 0).all()):
@@ -242,7 +242,7 @@ class Prediction(Views):
         if noise is not None and bool((noise > 0).any()):
             low, high = (accumulate.mixture_quantile(values, noise, self.weights, end) for end in ends)
         else:
-            if not self._classes:
+            if not self.discrete:
                 warnings.warn(
                     "This prediction has no observation noise: its intervals are those of the mean and hold fewer "
                     "targets than their level. Call predict(..., scale=) with the noise's standard deviation.",
@@ -257,11 +257,13 @@ class Prediction(Views):
 
         Shape: target as in `log_prob`; x (N,). Returns a matplotlib Figure.
         """
-        return panels.uncertainties(self, target) if self._classes else panels.bands(self, x, target)
+        return panels.uncertainties(self, target) if self.discrete else panels.bands(self, x, target)
 
-    def _need(self, *kinds: str) -> None:
-        if self.likelihood not in kinds:
-            raise AttributeError(f"This has likelihood {self.likelihood!r}; that needs {' or '.join(kinds)}.")
+    def _need(self, discrete: bool) -> None:
+        """Refuse, as a name that is not there, what a prediction of classes, or of real targets, does not have."""
+        if self.discrete != discrete:
+            kinds = " or ".join(name for name, known in LIKELIHOODS.items() if known.discrete == discrete)
+            raise AttributeError(f"This has likelihood {self.likelihood!r}; that needs {kinds}.")
 
     def _kept(self) -> Tensor:
         if self.by_draw is None:
@@ -270,21 +272,21 @@ class Prediction(Views):
 
     def _plain(self, values: Tensor) -> Tensor:
         """Probabilities behind logs (..., C), of a binary target that of class one; means as they are."""
-        if not self._classes:
+        if not self.discrete:
             return values
         return (values[..., 1] if self.likelihood == "bernoulli" else values).exp()
 
-    def _check_target(self, target: Tensor) -> Tensor:
-        """The target, if it fits; a binary one (N, 1), as logits in training, loses its last dimension."""
-        if is_floating(target) and not self._classes and can_read_values(target):
+    def check_target(self, target: Tensor) -> Tensor:
+        """The target, refused unless it fits; a binary one (N, 1), as in training, loses its last dimension."""
+        if is_floating(target) and not self.discrete and can_read_values(target):
             check_real(target)
-        needed = self.by_member.shape[1:-1] if self._classes else self.by_member.shape[1:]
+        needed = self.by_member.shape[1:-1] if self.discrete else self.by_member.shape[1:]
         if self.likelihood == "bernoulli" and target.shape == (*needed, 1):
             target = target.squeeze(-1)
         if target.shape != needed:
             raise ValueError(
                 f"A target of shape {tuple(needed)} is needed for this prediction, got {tuple(target.shape)}."
             )
-        if self._classes:
+        if self.discrete:
             check_labels(target, self.by_member.shape[-1] if self.likelihood == "categorical" else None)
         return target

@@ -34,7 +34,8 @@ class Views:
     distance: Tensor | None = None
 
     @property
-    def _classes(self) -> bool:
+    def discrete(self) -> bool:
+        """Whether targets are classes, not real numbers."""
         return LIKELIHOODS[self.likelihood].discrete
 
     def __len__(self) -> int:
@@ -126,11 +127,11 @@ class Views:
 
     def _columns(self) -> dict[str, Tensor]:
         """Columns (N,) of a table."""
-        if self.aleatoric.dim() > 2 or (self.aleatoric.dim() == 2 and self._classes):
+        if self.aleatoric.dim() > 2 or (self.aleatoric.dim() == 2 and self.discrete):
             shape = tuple(self.aleatoric.shape)
             raise ValueError(f"A table needs one prediction, or one line of them, for each row; got shape {shape}.")
         me: Any = self
-        if not self._classes:
+        if not self.discrete:
             found = {"mean": me.mean, "std": me.std, "aleatoric": me.aleatoric, "epistemic": me.epistemic}
             if self.aleatoric.dim() == 2:
                 found = {f"{name}_{t}": c[:, t] for t in range(self.aleatoric.shape[1]) for name, c in found.items()}
@@ -138,16 +139,16 @@ class Views:
             found = {"label": me.label, "confidence": me.confidence, "entropy": me.total}
             found |= {"aleatoric": me.aleatoric, "epistemic": me.epistemic}
         found |= {} if self.distance is None else {"distance": self.distance}
-        if self._classes:
+        if self.discrete:
             found |= {f"p_{c}": p for c, p in enumerate(me.log_probs.exp().unbind(-1))}
         return found
 
     def __repr__(self) -> str:
         """One line: what is predicted, from what, and how uncertain it is on average."""
         members, shape = len(self.by_member), list(self.aleatoric.shape)
-        what = f"{self.by_member.shape[-1]} classes" if self._classes else "real targets"
+        what = f"{self.by_member.shape[-1]} classes" if self.discrete else "real targets"
         rows = " x ".join([f"{shape[0]} row{'s' * (shape[0] != 1)}", *map(str, shape[1:])])
-        unit = "entropy" if self._classes else "variance"
+        unit = "entropy" if self.discrete else "variance"
         total = self.aleatoric + self.epistemic
         means = [f"{float(t.double().mean()):.3g}" for t in (total, self.aleatoric, self.epistemic)]
         told = f"{unit} {means[0]} = {means[1]} aleatoric + {means[2]} epistemic"
