@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.errors import SlimbayesWarning
-from slimbayes.prediction.accumulate import along_draws, log_mean
+from slimbayes.prediction.accumulate import member_mean
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.likelihoods import entropy
 
@@ -100,7 +100,6 @@ def _tempered(prediction: Prediction, temperature: float) -> Prediction:
     draws = prediction.by_draw
     if draws is None:
         raise ValueError("A temperature changes every draw; call predict(..., keep_samples=True).")
-    members = len(prediction.by_member)
     if not prediction.discrete:
         square = temperature**2
         return replace(
@@ -112,18 +111,15 @@ def _tempered(prediction: Prediction, temperature: float) -> Prediction:
             epistemic=square * prediction.epistemic,
         )
     logs = (draws / temperature).log_softmax(-1)
-    by_member = log_mean(logs.unflatten(0, (-1, members)))
-    shares = prediction.weights
 
     def mean_entropy(of: Tensor) -> Tensor:
-        each = entropy(of).unflatten(0, (-1, members)).mean(0)
-        return each.mean(0) if shares is None else (along_draws(shares.to(each), each) * each).sum(0)
+        each = entropy(of).unflatten(0, (-1, len(prediction.by_member))).mean(0)
+        return member_mean(each, prediction.weights)
 
     aleatoric = mean_entropy(logs)
     if prediction.distance is not None:  # what distance added to the draws' entropy is no noise: its share stays
         aleatoric = aleatoric * (prediction.aleatoric / mean_entropy(draws)).nan_to_num(1.0).clamp(0, 1)
-    epistemic = (entropy(log_mean(by_member, shares)) - aleatoric).clamp_min(0)
-    return replace(prediction, by_draw=logs, by_member=by_member, aleatoric=aleatoric, epistemic=epistemic)
+    return prediction.with_logs(logs, aleatoric)
 
 
 By = Literal["confidence", "total", "aleatoric", "epistemic", "distance"]

@@ -205,16 +205,16 @@ def _prediction(
     outputs: Tensor, spread: Tensor, likelihood: LikelihoodName, scale: float | Tensor, draws: int | None
 ) -> Prediction:
     """Of outputs (K, N, ...), and variances (K, 1, N, ...) or deviations (K, S, N, ...)."""
-    members, means = len(outputs), likelihood_named(likelihood)
+    members, meaning = len(outputs), likelihood_named(likelihood)
     if draws is not None:  # draw j belongs to member j mod K
         drawn = (outputs.unsqueeze(1) + spread).transpose(0, 1).flatten(0, 1)
         return Prediction.from_outputs(drawn, likelihood, members, scale)
     variance = spread.squeeze(1)
-    if means.discrete:
+    if meaning.discrete:
         probit = outputs / (1 + math.pi / 8 * variance).sqrt()
         found = Prediction.from_outputs(probit, likelihood, members, scale)
         total = entropy(found.log_probs)
-        within = torch.minimum(means.predictive(outputs, scale, None)[1].mean(0), total)
+        within = torch.minimum(meaning.predictive(outputs, scale, None)[1].mean(0), total)
         found.aleatoric, found.epistemic = within, total - within
         return found
     found = Prediction.from_outputs(outputs, likelihood, members, scale)

@@ -109,8 +109,8 @@ def refuse_outputs(sums: Accumulator, outputs: Iterable[Tensor], before: int) ->
     """Say which draw of which row is no number."""
     draws = 0
     for some in outputs:
-        values, noise = sums.of.predictive(some.float(), sums.scale, sums.class_dim)
-        bad = values.isnan() if sums.of.discrete else ~(values.isfinite() & noise.isfinite())
+        values, noise = sums.meaning.predictive(some.float(), sums.scale, sums.class_dim)
+        bad = values.isnan() if sums.meaning.discrete else ~(values.isfinite() & noise.isfinite())
         bad = bad.flatten(2).any(-1) if bad.dim() > 2 else bad
         if bool(bad.any()):
             draw, row = bad.nonzero()[0].tolist()

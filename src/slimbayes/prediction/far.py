@@ -37,11 +37,11 @@ from slimbayes.engine import passes
 from slimbayes.engine.sharing import evaluating
 from slimbayes.engine.trial import on_trial
 from slimbayes.errors import SlimbayesWarning, did_you_mean
-from slimbayes.prediction.accumulate import along_draws, log_mean
+from slimbayes.prediction.accumulate import unsqueeze_like
 from slimbayes.prediction.batches import call_batch
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import frozen, sample
-from slimbayes.train.likelihoods import LikelihoodName, entropy, likelihood_named
+from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
 _DRAWS = 2  # of each member: the same functions every time
 
@@ -151,12 +151,9 @@ class Far(nn.Module):
         # Of huge logits squares overflow: sqrt(1 + a q^2) = hypot(1, sqrt(a) q).
         largest = z.abs().amax(-1, keepdim=True).clamp_min(1.0)
         rms = largest * (z / largest).square().mean(-1, keepdim=True).sqrt()
-        further = along_draws((math.pi / 8 * w).sqrt(), prediction.aleatoric)[None, ..., None] * rms
+        further = unsqueeze_like((math.pi / 8 * w).sqrt(), prediction.aleatoric)[None, ..., None] * rms
         logs = torch.where(further > 0, (z / torch.hypot(torch.ones_like(further), further)).log_softmax(-1), logs)
-        by_member = log_mean(logs.unflatten(0, (-1, len(prediction.by_member))))
-        total = entropy(log_mean(by_member, prediction.weights))
-        epistemic = (total - prediction.aleatoric).clamp_min(0)
-        return replace(prediction, by_draw=logs, by_member=by_member, epistemic=epistemic)
+        return prediction.with_logs(logs, prediction.aleatoric)
 
     def _targets(self, prediction: Prediction, values: Tensor, w: Tensor) -> Prediction:
         """With the distribution of the training targets as one more member, whose weight differs between rows."""
@@ -166,7 +163,7 @@ class Far(nn.Module):
                 f"{tuple(values.shape[2:])}: give far the targets and the likelihood that predict is given."
             )
         mean, variance = self.marginal.to(values)
-        k, row = len(prediction.by_member), along_draws(w, prediction.aleatoric)
+        k, row = len(prediction.by_member), unsqueeze_like(w, prediction.aleatoric)
         shares = torch.full((k,), 1 / k).to(w) if prediction.weights is None else prediction.weights.to(w)
         total = (1 - row) * prediction.total + row * variance + row * (1 - row) * (prediction.mean - mean).square()
         aleatoric = (1 - row) * prediction.aleatoric

@@ -81,9 +81,7 @@ class Prediction(Views):
         """Predictive mean: class probabilities (N, C), probability of class one (N,), or mean (N, ...)."""
         if self.discrete:
             return self._plain(self.log_probs)
-        if self.weights is None:
-            return self.by_member.mean(0)
-        return (accumulate.along_draws(self.weights.to(self.by_member), self.by_member) * self.by_member).sum(0)
+        return accumulate.member_mean(self.by_member, self.weights)
 
     @property
     def member_mean(self) -> Tensor:
@@ -224,6 +222,12 @@ class Prediction(Views):
             by_draw=None if self.by_draw is None else shift + factor * self.by_draw,
             noise=None if self.noise is None else square * self.noise,
         )
+
+    def with_logs(self, by_draw: Tensor, aleatoric: Tensor) -> "Prediction":
+        """The same with other log-probabilities of every draw (S, N, ..., C), of which so much is aleatoric."""
+        by_member = accumulate.log_mean(by_draw.unflatten(0, (-1, len(self.by_member))))
+        epistemic = accumulate.mutual_information(by_member, self.weights, aleatoric)
+        return replace(self, by_draw=by_draw, by_member=by_member, aleatoric=aleatoric, epistemic=epistemic)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Central credible interval of the predictive distribution (real targets) or of the class probabilities.
