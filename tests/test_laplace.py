@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.inference.curvature import accumulate, labelled_batches
-from slimbayes.inference.evidence import CurvatureSpectrum, Single, best_precision, triangular
+from slimbayes.inference.curvature import SiteCurvature, accumulate, triangular
+from slimbayes.inference.evidence import CurvatureSpectrum, best_precision
+from slimbayes.inference.labels import labelled_batches
 from slimbayes.inference.means import k_tied_logs
 
 
@@ -614,7 +615,7 @@ def test_where_data_tell_of_few_directions_those_are_kept(members: int, tmp_path
 def test_directions_that_float32_cannot_tell_are_kept_whole() -> None:
     for most in (1e6, 1e12):
         q = sb.bayesianize(nn.Linear(8, 6), sb.JointNormal()).posterior["weight"]
-        block, line = Single(q), nn.functional.normalize(torch.randn(14, 1).double(), dim=0)
+        block, line = SiteCurvature(q), nn.functional.normalize(torch.randn(14, 1).double(), dim=0)
         block.values[0] = most * line @ line.T
         count = block.directions(1.0, 1.0)
         assert count == (1 if most == 1e6 else None)

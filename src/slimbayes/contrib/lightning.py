@@ -24,7 +24,7 @@ from torchmetrics import Metric
 
 from slimbayes import metrics
 from slimbayes.convert.convert import conversions_of
-from slimbayes.inference.curvature import IGNORED
+from slimbayes.inference.labels import IGNORED
 from slimbayes.lab.execution import seed_everything
 from slimbayes.prediction.predict import predict, select
 from slimbayes.prediction.prediction import Prediction

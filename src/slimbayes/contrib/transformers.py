@@ -19,7 +19,7 @@ from transformers import GenerationConfig, Trainer
 from slimbayes.convert.checkpoint import save
 from slimbayes.convert.convert import conversions_of
 from slimbayes.engine.noise import Seed
-from slimbayes.inference.curvature import IGNORED, align_labels, loss_facts, without_labels
+from slimbayes.inference.labels import IGNORED, align_labels, base_model, loss_facts, without_labels
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train import schedules
@@ -284,8 +284,7 @@ def generate(
 def _continued(model: Any, seen: Tensor, sequences: Tensor) -> dict[str, Tensor]:
     """Prompts and what follows as one input, with positions as they were generated: padding does not count."""
     mask = nn.functional.pad(seen, (0, sequences.shape[1] - seen.shape[1]), value=1)
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    placed = "position_ids" in inspect.signature(inner.forward).parameters
+    placed = "position_ids" in inspect.signature(base_model(model).forward).parameters
     where = {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)} if placed else {}
     return {"input_ids": sequences, "attention_mask": mask} | where
 

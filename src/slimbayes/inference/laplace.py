@@ -31,8 +31,9 @@ from slimbayes.distributions.families import Normal
 from slimbayes.engine import passes
 from slimbayes.engine.locate import unwrapped
 from slimbayes.engine.state import copy_modules
-from slimbayes.inference.curvature import NO_TARGETS, Curvature, accumulate, labelled_batches
+from slimbayes.inference.curvature import NO_TARGETS, Curvature, accumulate
 from slimbayes.inference.evidence import CurvatureSpectrum, maximise
+from slimbayes.inference.labels import labelled_batches
 from slimbayes.inference.means import fit_k_tied, member_factors, set_factors
 from slimbayes.posteriors.configs.base import check_choice
 from slimbayes.posteriors.configs.rank1 import JointNormal, Over
