@@ -17,15 +17,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import bayesianize, conversions_of, debayesianize, restate
+from slimbayes.convert.convert import bayesianize, debayesianize, restate
 from slimbayes.convert.plan import Selection
 from slimbayes.distributions.families import Distribution, Normal, Point
 from slimbayes.engine import passes
 from slimbayes.engine.locate import unwrapped
 from slimbayes.engine.noise import Seed, key, seed_of
-from slimbayes.engine.state import copy_modules
 from slimbayes.inference.density import HMC, Density, Loss, langevin, normals
-from slimbayes.inference.means import member_factors, set_factors
+from slimbayes.inference.means import plain_model, set_factors
 from slimbayes.posteriors.configs.base import check_choice, check_count, check_whole
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.posteriors.factors import Drawn
@@ -137,13 +136,10 @@ def sample_posterior(
         )
     given, model = model, unwrapped(model)
     check_finite(model)
-    plain = not passes.posteriors_of(model)
-    means = {} if plain else member_factors(model)
-    said = [] if plain else conversions_of(model)
+    work, means, said = plain_model(model, copy=bool(base_lr))
     if means and (include is not None or exclude is not None):
         raise ValueError("sample_posterior: include and exclude choose layers of a plain model; this one's are set.")
     prior = prior or next((p.prior_of_factors for p in passes.posteriors_of(model)), None) or Normal(1.0, 0.1)
-    work = copy_modules(model) if not plain or base_lr else model
     generator = torch.Generator().manual_seed(key(seed_of(seed), "chains"))
     try:
         _begin(work, means, chains, include, exclude, generator)
@@ -159,8 +155,7 @@ def sample_posterior(
             kept = list(langevin(density, method, step_size, friction, *counts, base_lr, generator))
         found = _states(work, kept)
     except BaseException:
-        if plain:
-            debayesianize(model)
+        debayesianize(work)
         raise
     debayesianize(model)
     if work is not model:
@@ -203,7 +198,6 @@ def _begin(
     generator: torch.Generator,
 ) -> None:
     """One member for each chain: at the means of a converted model's members by turns, else near one."""
-    debayesianize(model)
     config = Rank1(members=chains, posterior="point", mean_init=Point(1.0), clip=None, draws="member")
     if not means:
         bayesianize(model, config, include=include, exclude=exclude)

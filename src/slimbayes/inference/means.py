@@ -17,11 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import bayesianize, debayesianize
+from slimbayes.convert.convert import Conversion, bayesianize, conversions_of, debayesianize
 from slimbayes.engine import passes
+from slimbayes.engine.state import copy_modules
 from slimbayes.posteriors.configs.gaussian import KTied
 from slimbayes.posteriors.factors import Drawn
 from slimbayes.prediction.sample import central_pass
+
+
+def plain_model(
+    model: nn.Module, copy: bool = False
+) -> tuple[nn.Module, dict[str, dict[str, Drawn]], list[tuple[str, Conversion]]]:
+    """A plain model to work on, factors of what it was before, and what that was: of a converted model a copy and the
+    factors at its members' means; of a plain one itself, or a copy if asked for, and nothing.
+    """
+    if not passes.posteriors_of(model):
+        return copy_modules(model) if copy else model, {}, []
+    return debayesianize(copy_modules(model)), member_factors(model), conversions_of(model)
 
 
 @torch.no_grad()
