@@ -92,11 +92,7 @@ def sample(
         with noise.own_noise(None if seed is None else noise.seed_of(seed), device_of(model)):
             every = (copy_containers((args, kwargs)) for _ in range(draws))
             return calls.stack_draws([model(*own, **options) for own, options in every])
-    held = passes.of(posteriors[0].key)
-    held = None if held is not None and passes.recomputing(held) else held
-    if held is not None and not held.held:
-        raise ValueError("sample was called inside a forward pass of the same model; call it from outside.")
-    held = None if isinstance(held, calls.Scope) else held
+    held = held_draws("sample", posteriors)
     total = calls.total_draws(posteriors, draws) if held is None else held.total
     how = total, fold, held, rows == "split", False, None if seed is None else free_seed("sample", seed, held)
     if torch.compiler.is_compiling():
@@ -105,6 +101,16 @@ def sample(
         return calls.sampled(model, posteriors, args, kwargs, *how)
     except MISFITS as error:
         explain(error, model, args, kwargs)
+
+
+def held_draws(what: str, posteriors: Sequence[Any]) -> Pass | None:
+    """The draws that `frozen` or `mean` hold for a model, if they do; refused inside its own forward."""
+    held = passes.of(posteriors[0].key) if posteriors else None
+    if held is None or passes.recomputing(held):
+        return None
+    if not held.held:
+        raise ValueError(f"{what} was called inside a forward pass of the same model; call it from outside.")
+    return None if isinstance(held, calls.Scope) else held
 
 
 def free_seed(what: str, seed: Seed, held: Pass | None) -> int:
