@@ -19,12 +19,12 @@ Place = tuple[str, str | None, int]  # data, corruption, severity: what an evalu
 
 @dataclass(frozen=True)
 class RunGroup:
-    """The runs of one name on one data set, by seed. `place` is its number on the page: it gives the colour."""
+    """The runs of one name on one data set, by seed. `colour` is the number of its looks on the page."""
 
     data: str
     name: str
     records: tuple[Record, ...]
-    place: int = 0
+    colour: int = 0
 
     @property
     def commands(self) -> list[str]:
@@ -93,10 +93,10 @@ def _group(records: Sequence[Record]) -> tuple[RunGroup, ...]:
     for record in records:
         found.setdefault((record.data, record.name), []).append(record)
     # A name has one colour on the whole page, also when it appears under several data sets.
-    places = {name: i for i, name in enumerate(dict.fromkeys(name for _, name in found))}
+    colours = {name: i for i, name in enumerate(dict.fromkeys(name for _, name in found))}
     seeds = {key: tuple(sorted(runs, key=lambda run: run.seed)) for key, runs in found.items()}
-    shown = _unlike(places)
-    return tuple(RunGroup(data, shown[name], runs, places[name]) for (data, name), runs in seeds.items())
+    shown = _unlike(colours)
+    return tuple(RunGroup(data, shown[name], runs, colours[name]) for (data, name), runs in seeds.items())
 
 
 def _unlike(names: Iterable[str]) -> dict[str, str]:
