@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -49,24 +49,27 @@ def align_labels(model: nn.Module, values: Tensor, labels: Tensor) -> tuple[Tens
     return (values[:, :-1], labels[:, 1:]) if causal else (values, labels)
 
 
-def loss_facts(model: nn.Module, batch: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether labels are a class for each line of logits, and whether the loss that a model of transformers gives is
-    their cross-entropy: it may weigh classes, add a term, or mean something else.
+LossKind = Literal["cross-entropy", "of classes", "other"]
+
+
+def loss_kind(model: nn.Module, batch: Mapping[str, Any]) -> LossKind:
+    """What the loss that a model of transformers gives is: where labels are a class for each line of logits their
+    cross-entropy, or another one "of classes": it may weigh them, or add a term.
     """
     with torch.no_grad(), evaluating(model), frozen(model, seed=0):
         own = sample(model, fold=False, **batch).get("loss")
         logits = sample(model, fold=False, **without_labels(model, batch)[0])["logits"][0]
     logits, labels = align_labels(model, logits, batch["labels"])
     if logits.shape[:-1] != labels.shape or logits.shape[-1] == 1:
-        return False, False
+        return "other"
     if own is None:
-        return True, True
+        return "cross-entropy"
     # A loss somebody wrote may weigh what one batch does not show.
     stock = type(base_model(model)).__module__.startswith("transformers.") and not hasattr(
         base_model(model), "_loss_function"
     )
     ours = nn.functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED)
-    return True, stock and torch.allclose(own[0].float(), ours, rtol=1e-4)
+    return "cross-entropy" if stock and torch.allclose(own[0].float(), ours, rtol=1e-4) else "of classes"
 
 
 def _fits(accepted: inspect.Signature, args: Iterable[Any]) -> bool:
