@@ -78,16 +78,24 @@ def rows_at_means(
     sizes = [p.site.n_out if factored and p.factored else p.size for p in joints]
     layout, dim = calls.layout_of(model, args, kwargs, joints), calls.batch_dim_of(model) or 0
     many = layout.rows((args, kwargs)) if layout.apart else rows_of(model, arrays_of((args, kwargs)))
-    start, most = 0, max(1, MOST // sum(sizes))
 
-    def row(i: int, leaf: Any) -> Any:
-        return leaf.narrow(dim, start, 1) if leaf.dim() > dim and leaf.shape[dim] == many else leaf
+    def cut(start: int, count: int) -> Any:
+        """The inputs of some rows, which `layout` must tell apart if they are more than one."""
+
+        def row(i: int, leaf: Any) -> Any:
+            return leaf.narrow(dim, start, 1) if leaf.dim() > dim and leaf.shape[dim] == many else leaf
+
+        if not layout.apart:
+            return map_arrays(row, (args, kwargs))
+        part = layout.narrow((args, kwargs), start, count)
+        check_size(model, part, joints, layout)
+        return part
 
     def pick(parameter: Tensor, n: int) -> Tensor:
         return parameter.detach()[member : member + 1].expand(n, *parameter.shape[1:])
 
     @torch.enable_grad()
-    def run(inputs: Any) -> RowDerivatives:
+    def run(inputs: Any, start: int, count: int) -> RowDerivatives:
         new = Pass(count, count, rowwise=False)
         new.layout = layout if count > 1 else None
         mask = inputs[1].get("attention_mask")  # padding must not change what layers of transformers get on average
@@ -106,15 +114,12 @@ def rows_at_means(
         outputs = select(passes.run(new, model, *inputs[0], **inputs[1]), output)
         return RowDerivatives(start, outputs, deviations, watched)
 
+    start, most = 0, max(1, MOST // sum(sizes))
     while start < many:
         count = min(most, many - start) if layout.apart else 1
-        if layout.apart:
-            part = layout.narrow((args, kwargs), start, count)
-            check_size(model, part, joints, layout)
-        else:
-            part = map_arrays(row, (args, kwargs))
+        part = cut(start, count)
         try:
-            yield run(part)
+            yield run(part, start, count)
         except Unproven as error:
             calls.unfold(layout, error)
             continue

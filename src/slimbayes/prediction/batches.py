@@ -20,7 +20,7 @@ from slimbayes.engine.layout import arrays_of, is_opaque, map_arrays, padded
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.prediction.checks import check_inputs
 from slimbayes.prediction.draws import MOST_ROWS
-from slimbayes.prediction.sample import members, posteriors_in
+from slimbayes.prediction.sample import converted_posteriors, members
 
 _FEW = 64
 
@@ -131,7 +131,7 @@ def rows_of(model: nn.Module, arrays: list[Any]) -> int:
 def _slices(model: nn.Module, inputs: tuple[Any, Any], many: int, chunk: int | None) -> Iterator[tuple[Any, Any]]:
     """Rows cut so that a forward has no more than the chunk, or by default no more than MOST_ROWS."""
     most = max(1, (MOST_ROWS if chunk is None else chunk) // members(model))
-    if not posteriors_in(model) or (chunk is None and many <= most):
+    if not converted_posteriors(model) or (chunk is None and many <= most):
         yield inputs
         return
     dim = calls.batch_dim_of(model) or 0
@@ -142,7 +142,7 @@ def _slices(model: nn.Module, inputs: tuple[Any, Any], many: int, chunk: int | N
 
     # Rows are located on a few: a proof with all of them would take the memory that cutting is to save.
     few = map_arrays(first, inputs) if many > MOST_ROWS else inputs
-    layout = calls.layout_of(model, few[0], few[1], posteriors_in(model))
+    layout = calls.layout_of(model, few[0], few[1], converted_posteriors(model))
     rows = layout.rows(inputs)
     if rows <= most or not layout.apart:  # rows that cannot be told apart stay together
         yield inputs

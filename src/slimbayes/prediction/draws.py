@@ -23,7 +23,7 @@ from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.trial import takes_derivatives
 from slimbayes.posteriors.base import Support
 from slimbayes.posteriors.ensemble import EnsemblePosterior
-from slimbayes.prediction.sample import device_of, free_seed, held_draws, members, posteriors_in
+from slimbayes.prediction.sample import converted_posteriors, device_of, free_seed, held_draws, members
 
 MOST_ROWS = 2**15  # draws x inputs in one forward, by default
 _MOST_NUMBERS = 2**23  # of the inputs of one forward, by default
@@ -39,7 +39,7 @@ class Draws:
 
     def __init__(self, model: nn.Module, chunk: int | None, share: bool, fold: Fold, seed: Seed) -> None:
         self.model, self.chunk, self.share, self.fold = model, chunk, share, fold
-        self.posteriors, self.members = posteriors_in(model), members(model)
+        self.posteriors, self.members = converted_posteriors(model), members(model)
         self.count, self.weights = self.members, member_weights(model)  # of the members that outputs are of
         self.held = held_draws("predict", self.posteriors)  # inside frozen these are all there are
         drawn = self.posteriors and self.held is None  # else torch's generator is left alone

@@ -30,8 +30,8 @@ from slimbayes.prediction.checks import check_draws, check_inputs, check_noise_r
 from slimbayes.prediction.draws import member_weights
 from slimbayes.prediction.predict import select
 from slimbayes.prediction.prediction import Prediction
+from slimbayes.prediction.sample import converted_posteriors
 from slimbayes.prediction.sample import members as members_of
-from slimbayes.prediction.sample import posteriors_in
 from slimbayes.train.elbo import check_finite
 from slimbayes.train.likelihoods import LikelihoodName
 
@@ -143,7 +143,7 @@ class Graph(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.likelihood, self.scale, self.class_dim = model, likelihood, scale, class_dim
-        self.posteriors, self.members = posteriors_in(model), members_of(model)
+        self.posteriors, self.members = converted_posteriors(model), members_of(model)
         self.total = self.members * draws
         self.kept = _kept(members, self.members, self.total)
         weights = member_weights(model)

@@ -33,10 +33,10 @@ def members(model: nn.Module) -> int:
     >>> members(sb.bayesianize(nn.Linear(2, 2), sb.BatchEnsemble(members=3)))
     3
     """
-    return calls.total_draws(posteriors_in(model), 1)
+    return calls.total_draws(converted_posteriors(model), 1)
 
 
-def posteriors_in(model: nn.Module) -> list[Any]:
+def converted_posteriors(model: nn.Module) -> list[Any]:
     """The posteriors of a converted model, or of a part of one; refuses a model that was never converted."""
     found = passes.posteriors_of(model)
     if not found:
@@ -83,7 +83,7 @@ def sample(
     check_draws("sample", draws, fold)
     if rows not in ("tile", "split"):
         raise ValueError(f'rows must be "tile" or "split", got {rows!r}.')
-    posteriors = posteriors_in(model)
+    posteriors = converted_posteriors(model)
     if not arrays_of((args, kwargs)):
         if rows == "split" or not any(map(is_opaque, (*args, *kwargs.values()))):
             raise ValueError("sample found no tensor among the inputs, so it cannot tell the number of rows.")
@@ -138,7 +138,7 @@ def frozen(model: nn.Module, draws: int = 1, seed: Seed = None) -> Iterator[nn.M
         True
     """
     check_draws("frozen", draws)
-    posteriors = posteriors_in(model)
+    posteriors = converted_posteriors(model)
     if not posteriors:
         yield model
         return
@@ -164,7 +164,7 @@ def mean(model: Model) -> Iterator[Model]:
         ...     torch.equal(net(x), nn.functional.linear(x, net.weight, net.bias))
         True
     """
-    posteriors = posteriors_in(model)
+    posteriors = converted_posteriors(model)
     if any(passes.of(p.key) is not None for p in posteriors):
         raise ValueError("mean cannot run inside frozen, another mean or a call of the model: draws are already held.")
     if not posteriors:
@@ -198,7 +198,7 @@ def write_out(model: Model, draw: int = 0) -> Model:
         ...     bool(torch.allclose(write_out(net, 4)(x), sample(net, x)[4], atol=1e-6))
         True
     """
-    posteriors = posteriors_in(model)
+    posteriors = converted_posteriors(model)
     held = passes.of(posteriors[0].key) if posteriors else None
     if posteriors and (held is None or not held.held or not 0 <= draw < held.total):
         raise ValueError(
@@ -255,7 +255,7 @@ def merge(model: Model, member: int | Literal["mean"] = 0) -> Model:
         >>> type(plain).__name__, bool(torch.allclose(plain(x), sb.sample(net, x)[1], atol=1e-6))
         ('Linear', True)
     """
-    posteriors = posteriors_in(model)
+    posteriors = converted_posteriors(model)
     if not posteriors:
         return debayesianize(copy_modules(model))
     total = calls.total_draws(posteriors, 1)
