@@ -183,8 +183,7 @@ def posterior_scales(model: nn.Module, most: int = 40) -> Figure:
     panel.axvline(1.0, color=GREY, linewidth=1, linestyle="--")
     left_out = "" if len(boxes) <= most else f"; {len(boxes) - most} more are not shown"
     panel.set_xlabel(f"posterior scale / prior scale (dashed: the prior{left_out})")
-    panel.grid(axis="x", linewidth=0.5, alpha=0.4)
-    panel.spines[["top", "right"]].set_visible(False)
+    remove_box(panel, "x")
     return figure
 
 

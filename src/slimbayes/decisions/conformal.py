@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.engine.noise import Seed, key, seed_of
+from slimbayes.prediction.accumulate import check_level
 from slimbayes.prediction.prediction import Prediction
 
 Kind = Literal["adaptive", "threshold", "scaled", "absolute"]
@@ -79,7 +80,7 @@ class Conformal:
                 "absolute"; see above.
             seed: for the random part of "adaptive".
         """
-        _need_level(level)
+        check_level(level)
         kind = _kind_of(prediction, kind)
         found = _target_scores(prediction, target, kind, seed)
         n = len(found)
@@ -133,7 +134,7 @@ class CVPlus:
         seed: Seed = 0,
     ) -> "CVPlus":
         """From each fold's rows as the model trained without them predicts them, and their targets."""
-        _need_level(level)
+        check_level(level)
         if len(predictions) != len(targets) or len(targets) < 2:
             got = f"{len(predictions)} predictions and {len(targets)} targets"
             raise ValueError(f"CVPlus needs a prediction and targets for each of at least two folds, got {got}.")
@@ -235,8 +236,3 @@ def _target_scores(prediction: Prediction, target: Tensor, kind: Kind, seed: See
     if target.shape != centre.shape or not bool(target.isfinite().all()):
         raise ValueError(f"Finite targets of shape {tuple(centre.shape)} are needed, got {tuple(target.shape)}.")
     return (target.double() - centre).abs() / width
-
-
-def _need_level(level: float) -> None:
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie strictly between 0 and 1, got {level!r}.")

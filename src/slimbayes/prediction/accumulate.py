@@ -196,6 +196,12 @@ def mixture_quantile(means: Tensor, noise: Tensor, weights: Tensor | None, level
     return ((low + high) / 2).to(means.dtype)
 
 
+def check_level(level: float) -> None:
+    """Refuse what is no probability of an interval or a set."""
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie strictly between 0 and 1, got {level!r}.")
+
+
 def for_a_row(name: str, value: float | Tensor, like: Tensor) -> Tensor:
     """A number or a tensor that broadcasts against one row's targets, as (1, ...) to meet `like` (K, N, ...). One in
     float64 stays so: a time in seconds has more digits than float32.

@@ -240,8 +240,7 @@ class Prediction(Views):
             >>> Prediction.from_outputs(torch.zeros(3, 1), "gaussian", scale=1.0).interval(0.9)
             (tensor([-1.6449]), tensor([1.6449]))
         """
-        if not 0 < level < 1:
-            raise ValueError(f"level must lie strictly between 0 and 1, got {level!r}.")
+        accumulate.check_level(level)
         values, noise, ends = self.samples, self.noise, ((1 - level) / 2, (1 + level) / 2)
         if noise is not None and bool((noise > 0).any()):
             low, high = (accumulate.mixture_quantile(values, noise, self.weights, end) for end in ends)
