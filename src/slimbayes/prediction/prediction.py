@@ -21,7 +21,6 @@ from slimbayes.errors import SlimbayesWarning
 from slimbayes.prediction import accumulate, panels
 from slimbayes.prediction.views import Views
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
-from slimbayes.train.targets import can_read_values, check_labels, check_real, is_floating
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,6 +50,16 @@ class Prediction(Views):
         True
     """
 
+    likelihood: str
+    count: int
+    by_member: Tensor
+    aleatoric: Tensor
+    epistemic: Tensor
+    by_draw: Tensor | None = None
+    noise: Tensor | None = None
+    weights: Tensor | None = None
+    distance: Tensor | None = None
+
     @classmethod
     def from_outputs(
         cls,
@@ -75,6 +84,11 @@ class Prediction(Views):
         draws = accumulate.Accumulator(likelihood, members, scale, keep=True, class_dim=class_dim, weights=weights)
         draws.add(outputs)
         return cls(**draws.fields())
+
+    @property
+    def discrete(self) -> bool:
+        """Whether targets are classes, not real numbers."""
+        return LIKELIHOODS[self.likelihood].discrete
 
     @property
     def mean(self) -> Tensor:
@@ -278,18 +292,3 @@ class Prediction(Views):
         if not self.discrete:
             return values
         return (values[..., 1] if self.likelihood == "bernoulli" else values).exp()
-
-    def check_target(self, target: Tensor) -> Tensor:
-        """The target, refused unless it fits; a binary one (N, 1), as in training, loses its last dimension."""
-        if is_floating(target) and not self.discrete and can_read_values(target):
-            check_real(target)
-        needed = self.by_member.shape[1:-1] if self.discrete else self.by_member.shape[1:]
-        if self.likelihood == "bernoulli" and target.shape == (*needed, 1):
-            target = target.squeeze(-1)
-        if target.shape != needed:
-            raise ValueError(
-                f"A target of shape {tuple(needed)} is needed for this prediction, got {tuple(target.shape)}."
-            )
-        if self.discrete:
-            check_labels(target, self.by_member.shape[-1] if self.likelihood == "categorical" else None)
-        return target
