@@ -83,8 +83,7 @@ class Check:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with the warnings."""
         shape = None if self.k_hat is None else self.k_hat.k
-        names = ("nll", "kl", "kl_weight", "elements", "at_prior", "collapsed", "label_changes", "k_hat_note")
-        return {name: getattr(self, name) for name in names} | {"k_hat": shape, "warnings": self.warnings}
+        return vars(self) | {"k_hat": shape, "warnings": self.warnings}
 
     def __str__(self) -> str:
         return "\n".join(lines(self.to_dict()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -32,6 +32,7 @@ from slimbayes.train.elbo import check_finite
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
 Method = Literal["sghmc", "sgld", "cyclical", "hmc"]
+Named = Mapping[str, float]
 _METHODS = ("sghmc", "sgld", "cyclical", "hmc")
 _MOST = 4096  # states that a model may hold as members
 
@@ -125,10 +126,9 @@ def sample_posterior(
         (torch.Size([2, 3, 23]), torch.Size([6, 5, 3]))
     """
     likelihood_named(likelihood)
-    _check(
-        model, method, burn_in, base_lr, friction, step_size=step_size, temperature=temperature, noise=noise,
-        chains=chains, draws=draws, thin=thin, cycles=cycles, leapfrog=leapfrog,
-    )  # fmt: skip
+    counts = {"chains": chains, "draws": draws, "thin": thin, "cycles": cycles, "leapfrog": leapfrog}
+    positive = {"step_size": step_size, "temperature": temperature, "noise": noise}
+    _check(model, method, counts, positive, burn_in, base_lr, friction)
     if chains * draws > _MOST:
         raise ValueError(
             f"sample_posterior: {chains} chains of {draws} draws are more members than a model holds ({_MOST:,}). Keep "
@@ -151,8 +151,8 @@ def sample_posterior(
             _judge(sampler, chains)
             step_size, acceptance = sampler.step_size, sampler.accepted / sampler.paths
         else:
-            counts, acceptance = (burn_in, draws, thin, cycles), 1.0
-            kept = list(langevin(density, method, step_size, friction, *counts, base_lr, generator))
+            steps, acceptance = (burn_in, draws, thin, cycles), 1.0
+            kept = list(langevin(density, method, step_size, friction, *steps, base_lr, generator))
         found = _states(work, kept)
     except BaseException:
         debayesianize(work)
@@ -168,15 +168,17 @@ def sample_posterior(
     return Chains(given, states, torch.stack([value for _, value in kept], 1), acceptance, step_size)
 
 
-def _check(model: nn.Module, method: str, burn_in: int, base_lr: float, friction: float, **others: Any) -> None:
-    """Refuse what chains cannot run with; `others` are counts, whole numbers, and positive numbers."""
+def _check(
+    model: nn.Module, method: str, counts: Named, positive: Named, burn_in: int, base_lr: float, friction: float
+) -> None:
+    """Refuse what chains cannot run with."""
     check_choice("sample_posterior", "method", method, _METHODS)
     if any(m.training for m in model.modules()):
         raise ValueError("sample_posterior needs the network as it predicts: call model.eval() first.")
-    for name in ("chains", "draws", "thin", "cycles", "leapfrog"):
-        check_count("sample_posterior", name, others.pop(name), most=None)
+    for name, count in counts.items():
+        check_count("sample_posterior", name, count, most=None)
     check_whole("sample_posterior", "burn_in", burn_in)
-    for name, value in others.items():
+    for name, value in positive.items():
         if not 0 < value < math.inf:
             raise ValueError(f"sample_posterior: {name} must be positive and finite, got {value!r}.")
     if not 0 < friction <= 1:

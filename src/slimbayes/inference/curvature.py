@@ -50,12 +50,12 @@ class SiteCurvature:
         shape = (posterior.members, *[posterior.size] * (2 if posterior.correlated else 1))
         self.posterior, self.values = posterior, torch.zeros(shape, dtype=torch.float64, device=posterior.device)
 
-    def add(self, lines: Tensor, member: int) -> None:
+    def add_derivatives(self, lines: Tensor, member: int) -> None:
         """Derivatives (B, D) of rows along one direction of their outputs; of a layer's outputs (B, n) in a product."""
         lines = lines.double()
         self.values[member] += lines.square().sum(0) if self.values.dim() == 2 else lines.mT @ lines
 
-    def see(self, inputs: Tensor | None, kept: Tensor) -> None:
+    def add_inputs(self, inputs: Tensor | None, kept: Tensor) -> None:
         """Inputs (B, m) of a layer, once for each batch, and how much rows count (B,)."""
 
     def _eigen(self) -> tuple[Tensor, Tensor]:
@@ -107,10 +107,10 @@ class KroneckerCurvature(SiteCurvature):
         self.posterior, self.rows = posterior, 0.0
         self.left, self.right = (torch.zeros_like(basis, dtype=torch.float64) for basis in posterior.bases())
 
-    def add(self, lines: Tensor, member: int) -> None:
+    def add_derivatives(self, lines: Tensor, member: int) -> None:
         self.left += lines.double().mT @ lines.double()
 
-    def see(self, inputs: Tensor | None, kept: Tensor) -> None:
+    def add_inputs(self, inputs: Tensor | None, kept: Tensor) -> None:
         assert inputs is not None
         lines = inputs.double() * kept.double().sqrt().unsqueeze(1)
         self.right += lines.mT @ lines
@@ -150,7 +150,7 @@ class Curvature:
     targets: int = 0
 
 
-def accumulate(
+def sum_curvature(
     model: nn.Module,
     batches: Iterable[tuple[Any, Any, Tensor]],
     likelihood: LikelihoodName,
@@ -175,9 +175,9 @@ def accumulate(
                 kept = _kept(rows.outputs, part, likelihood).to(rows.outputs.dtype)
                 for root in _roots(rows.outputs.detach(), likelihood, samples, scale):
                     for block, lines in zip(total.blocks, rows.pull(root * kept), strict=True):
-                        block.add(lines, member)
+                        block.add_derivatives(lines, member)
                 for block, inputs in zip(total.blocks, rows.inputs(), strict=True):
-                    block.see(inputs, kept.flatten(1).amax(1) if kept.dim() > 1 else kept)
+                    block.add_inputs(inputs, kept.flatten(1).amax(1) if kept.dim() > 1 else kept)
                 total.log_likelihood += _log_likelihood(rows.outputs, part, likelihood, scale) / members
         total.targets += int(_kept(target, target, likelihood).sum())
     if not total.targets:

@@ -93,17 +93,17 @@ class Density:
     def log_prior(self) -> Tensor:
         return torch.stack([self.prior.log_prob(f).flatten(1).sum(1) for f in self.factors]).sum(0)
 
-    def at(self, batch: Any) -> Tensor:
+    def of_batch(self, batch: Any) -> Tensor:
         """Log density of each chain (K,), estimated from one batch; the batches' mean is that of all data, whatever
         their sizes.
         """
         losses = self.data(self.model) if callable(self.data) else self._losses(batch) * self.parts
         return (self.log_prior() - losses) / self.temperature
 
-    def whole(self) -> Tensor:
+    def of_all(self) -> Tensor:
         """Log density of each chain (K,), of all data."""
         if callable(self.data):
-            return self.at(None)
+            return self.of_batch(None)
         losses = [self._losses(batch) for batch in self.batches()]
         return (self.log_prior() - torch.stack(losses).sum(0)) / self.temperature
 
@@ -136,7 +136,7 @@ class HMC:
 
     def _value(self) -> tuple[Tensor, list[Tensor]]:
         with torch.enable_grad():
-            value = self.density.whole()
+            value = self.density.of_all()
             return value.detach(), list(torch.autograd.grad(value.sum(), self.density.factors))
 
     @torch.no_grad()
@@ -215,7 +215,7 @@ def langevin(
     for number, (step, noisy, keep) in enumerate(steps):
         moving = base if base_lr and number < burn_in else []
         with torch.enable_grad():
-            value = density.at(next(batches))
+            value = density.of_batch(next(batches))
             slopes = torch.autograd.grad(value.sum(), [*density.factors, *moving], allow_unused=True)
         # At temperature T the slopes are already divided by it, so that steps grow by it and the noise with its root.
         share = density.temperature / density.size

@@ -30,7 +30,7 @@ from slimbayes.convert.plan import Decision, Selection, plan
 from slimbayes.distributions.families import Normal
 from slimbayes.engine import passes
 from slimbayes.engine.locate import unwrapped
-from slimbayes.inference.curvature import NO_TARGETS, Curvature, accumulate
+from slimbayes.inference.curvature import NO_TARGETS, Curvature, sum_curvature
 from slimbayes.inference.evidence import CurvatureSpectrum, maximise
 from slimbayes.inference.labels import labelled_batches
 from slimbayes.inference.means import fit_k_tied, plain_model, set_factors
@@ -156,7 +156,7 @@ def laplace(
         restate(said, work)
         set_factors(work, means)
         spread = noise if likelihood == "heteroscedastic_gaussian" and noise is not None else 1.0
-        curvature = accumulate(work, batches, likelihood, samples, output, spread)
+        curvature = sum_curvature(work, batches, likelihood, samples, output, spread)
         report = _fit(work, config, curvature, likelihood, prior, noise)
         if structure == "k-tied":
             fit_k_tied(work, rank)

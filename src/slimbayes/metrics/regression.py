@@ -102,7 +102,7 @@ class IntervalCoverage(Mean):
 
     def __init__(self, level: float = 0.9) -> None:
         check_level(level)
-        super().__init__(level.hex().translate(str.maketrans(".+-", "___")))
+        super().__init__(level.hex().translate(str.maketrans(".+-", "___")))  # what a name of a state may hold
         self.level = level
 
     def update(

@@ -40,7 +40,7 @@ class Draws:
     def __init__(self, model: nn.Module, chunk: int | None, share: bool, fold: Fold, seed: Seed) -> None:
         self.model, self.chunk, self.share, self.fold = model, chunk, share, fold
         self.posteriors, self.members = converted_posteriors(model), members(model)
-        self.count, self.weights = self.members, member_weights(model)  # of the members that outputs are of
+        self.predicted_members, self.weights = self.members, member_weights(model)  # of the Prediction
         self.held = held_draws("predict", self.posteriors)  # inside frozen these are all there are
         drawn = self.posteriors and self.held is None  # else torch's generator is left alone
         self.seed = free_seed("predict", seed, self.held) if drawn or seed is not None else 0
@@ -151,7 +151,7 @@ class Networks(Draws):
             joint *= values[index]
         own = torch.ones(self.members) if self.weights is None else self.weights.cpu()
         every = (joint[:, None] * own).flatten()
-        self.count = len(every)  # M
+        self.predicted_members = len(every)  # M
         self.weights = None if bool((every == every[0]).all()) else every / every.sum()
 
     def _supports(self) -> list[Support]:

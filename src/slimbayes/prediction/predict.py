@@ -122,7 +122,7 @@ def predict(
     with evaluating(model):
         for args, kwargs in batches_of(model, x, chunk, inputs, allow_nonfinite):
             keep = keep_samples or far is not None
-            sums = Accumulator(likelihood, source.count, scale, keep, class_dim, source.weights)
+            sums = Accumulator(likelihood, source.predicted_members, scale, keep, class_dim, source.weights)
             try:
                 for outputs in source.outputs(args, kwargs, number):
                     found = _checked(select(outputs, output), likelihood)
@@ -169,7 +169,7 @@ def predict_prefixes(
     if not allow_nonfinite:
         checks.check_inputs(model, ((x,), {}), before)
     out, done, source = {}, 0, Draws(model, None, True, "auto", seed)
-    sums = Accumulator(likelihood, source.members, scale, True, None, source.weights)
+    sums = Accumulator(likelihood, source.predicted_members, scale, True, None, source.weights)
     with evaluating(model):
         try:
             for count in sorted(set(draws)):

@@ -105,7 +105,7 @@ def by_severity(groups: Sequence[RunGroup]) -> Figure | None:
     def draw(name: str) -> Chart:
         rows: list[Point] = []
         for group in groups:
-            if clean := list(main.by_seed(group, name).values()):
+            if clean := main.values(group, name):
                 rows.append({"n": group.name, "x": 0, **_around("y", mean(clean), 0.0)})
             for severity, values in by_corruption(group, name).items():
                 spread = float(np.std(values)) if np.isfinite(values).all() else math.nan
@@ -157,7 +157,7 @@ def unfamiliar(groups: Sequence[RunGroup]) -> Figure | None:
         rows: list[Point] = []
         for data in ood.sets(groups):
             for group in groups:
-                if values := list(replace(ood, data=data).by_seed(group, name).values()):
+                if values := replace(ood, data=data).values(group, name):
                     interval = _around("x", mean(values), standard_error(values) or 0.0)
                     rows.append({"g": printable(data), "n": group.name, **interval})
         return intervals(rows, _names(groups), _axis(name), "Unfamiliar set")
@@ -241,7 +241,7 @@ def draws(groups: Sequence[RunGroup]) -> Figure | None:
         rows: list[Point] = []
         for group in several:
             for count in counts[group.name]:
-                if values := list(replace(main, draws=count).by_seed(group, name).values()):
+                if values := replace(main, draws=count).values(group, name):
                     error = standard_error(values) or 0.0
                     rows.append({"n": group.name, "x": count, **_around("y", mean(values), error)})
         count_axis = Axis("Draws of each member", log=True, values=ticks)

@@ -95,11 +95,11 @@ def _group(records: Sequence[Record]) -> tuple[RunGroup, ...]:
     # A name has one colour on the whole page, also when it appears under several data sets.
     colours = {name: i for i, name in enumerate(dict.fromkeys(name for _, name in found))}
     seeds = {key: tuple(sorted(runs, key=lambda run: run.seed)) for key, runs in found.items()}
-    shown = _unlike(colours)
+    shown = _distinct_names(colours)
     return tuple(RunGroup(data, shown[name], runs, colours[name]) for (data, name), runs in seeds.items())
 
 
-def _unlike(names: Iterable[str]) -> dict[str, str]:
+def _distinct_names(names: Iterable[str]) -> dict[str, str]:
     """Names as they are shown; those that would read alike are numbered."""
     shown: dict[str, str] = {}
     for name in names:
@@ -140,17 +140,17 @@ def _unknown(flat: Sequence[dict[str, str]]) -> set[str]:
     """Fields that some replicates lack beside others that they share: configs are recorded whole, so these were made
     by a version that had no such field."""
     some, common = set(itertools.chain.from_iterable(flat)), {key for key in flat[0] if all(key in one for one in flat)}
-    shared = {_above(key) for key in common}
-    return {key for key in some - common if _above(key) in shared and _alike(flat, key)}
+    shared = {_parent(key) for key in common}
+    return {key for key in some - common if _parent(key) in shared and _of_one_kind(flat, key)}
 
 
-def _above(key: str) -> str:
+def _parent(key: str) -> str:
     return key.rpartition(".")[0]
 
 
-def _alike(flat: Sequence[dict[str, str]], key: str) -> bool:
+def _of_one_kind(flat: Sequence[dict[str, str]], key: str) -> bool:
     """Whether a field's mapping is of one kind everywhere, and the field not a mapping elsewhere."""
-    kinds = {leaves.get(f"{_above(key)}.kind") for leaves in flat}
+    kinds = {leaves.get(f"{_parent(key)}.kind") for leaves in flat}
     return len(kinds) == 1 and not any(other.startswith(f"{key}.") for leaves in flat for other in leaves)
 
 
@@ -218,6 +218,10 @@ class Selection:
             if name in evaluation.metrics:
                 found.setdefault(record.seed, []).append(evaluation.metrics[name])
         return {seed: mean(values) for seed, values in found.items()}
+
+    def values(self, group: RunGroup, name: str) -> list[float]:
+        """The same without the seeds."""
+        return list(self.by_seed(group, name).values())
 
     def metrics(self, groups: Iterable[RunGroup]) -> list[str]:
         """The metrics that any run has there, in the order of the tables."""

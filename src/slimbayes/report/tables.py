@@ -66,7 +66,7 @@ class PageTable:
 def _scores(groups: Sequence[RunGroup], selection: Selection, name: str, over: str) -> PageColumn:
     """A metric on the selected sets."""
     known = metric(name)
-    values = [list(selection.by_seed(group, name).values()) for group in groups]
+    values = [selection.values(group, name) for group in groups]
     means = [mean(numbers) for numbers in values]
     leading = known.best(means) if sum(map(bool, values)) > 1 else set()
     places, cells = known.decimals(means), []
@@ -234,7 +234,7 @@ def _draws(group: RunGroup, judged: Selection, gap: float) -> str:
     counts = judged.draw_counts(group)
     if len(counts) < 2:
         return ""
-    few, many = (mean(list(replace(judged, draws=n).by_seed(group, "nll").values())) for n in counts[-2:])
+    few, many = (mean(replace(judged, draws=n).values(group, "nll")) for n in counts[-2:])
     return (
         f" From {counts[-2]} to {counts[-1]} draws it gained {few - many:.3f}: take more."
         if few - many > gap / 4
