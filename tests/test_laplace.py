@@ -16,8 +16,8 @@ import slimbayes as sb
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.inference.curvature import SiteCurvature, sum_curvature, triangular
 from slimbayes.inference.evidence import CurvatureSpectrum, best_precision
-from slimbayes.inference.labels import labelled_batches
 from slimbayes.inference.means import k_tied_logs
+from slimbayes.prediction.batches import labelled_batches
 
 
 def mlp(outputs: int = 3) -> nn.Module:

@@ -24,8 +24,8 @@ from torchmetrics import Metric
 
 from slimbayes import metrics
 from slimbayes.convert.convert import conversions_of
-from slimbayes.inference.labels import IGNORED
 from slimbayes.lab.execution import seed_everything
+from slimbayes.prediction.batches import IGNORED
 from slimbayes.prediction.predict import predict, select
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import sample

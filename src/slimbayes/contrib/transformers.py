@@ -19,7 +19,7 @@ from transformers import GenerationConfig, Trainer
 from slimbayes.convert.checkpoint import save
 from slimbayes.convert.convert import conversions_of
 from slimbayes.engine.noise import Seed
-from slimbayes.inference.labels import IGNORED, LossKind, align_labels, base_model, loss_kind, without_labels
+from slimbayes.prediction.batches import IGNORED, LossKind, align_labels, base_model, loss_kind, without_labels
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train import schedules

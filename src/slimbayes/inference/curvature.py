@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.inference.labels import IGNORED
 from slimbayes.inference.linearised import MOST_ROOTS, joints_of, rows_at_means
 from slimbayes.posteriors.joint_normal import ROUNDING
+from slimbayes.prediction.batches import IGNORED
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from slimbayes.distributions.families import Distribution
 from slimbayes.engine import passes
-from slimbayes.inference.labels import IGNORED, labelled_batches
+from slimbayes.prediction.batches import IGNORED, labelled_batches
 from slimbayes.prediction.predict import select
 from slimbayes.prediction.sample import sample
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named

@@ -32,10 +32,10 @@ from slimbayes.engine import passes
 from slimbayes.engine.locate import unwrapped
 from slimbayes.inference.curvature import NO_TARGETS, Curvature, sum_curvature
 from slimbayes.inference.evidence import CurvatureSpectrum, maximise
-from slimbayes.inference.labels import labelled_batches
 from slimbayes.inference.means import fit_k_tied, plain_model, set_factors
 from slimbayes.posteriors.configs.base import check_choice
 from slimbayes.posteriors.configs.rank1 import JointNormal, Over
+from slimbayes.prediction.batches import labelled_batches
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
 Structure = Literal["full", "kronecker", "diagonal", "k-tied"]
