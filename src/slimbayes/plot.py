@@ -21,7 +21,7 @@ from slimbayes.diagnostics.spectra import plot_scales as plot_scales
 from slimbayes.diagnostics.spectra import plot_spectrum as plot_spectrum
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.metrics.functional import calibration, surest_first
-from slimbayes.prediction.accumulate import mixture_below
+from slimbayes.prediction.averages import mixture_below
 from slimbayes.prediction.panels import BLUE, GREY, ORANGE, empty_figure, remove_box
 from slimbayes.prediction.panels import bands as bands
 from slimbayes.prediction.panels import uncertainties as uncertainties

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.engine.noise import Seed, key, seed_of
-from slimbayes.prediction.accumulate import check_level
+from slimbayes.prediction.averages import check_level
 from slimbayes.prediction.prediction import Prediction
 
 Kind = Literal["adaptive", "threshold", "scaled", "absolute"]

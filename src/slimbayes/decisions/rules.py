@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.errors import SlimbayesWarning
-from slimbayes.prediction.accumulate import member_mean
+from slimbayes.prediction.averages import member_mean
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.likelihoods import entropy
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slimbayes.prediction.accumulate import unsqueeze_like
+from slimbayes.prediction.averages import unsqueeze_like
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.targets import check_labels, check_positive
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slimbayes.metrics.functional import crps_mixture, crps_samples, need_tensor
 from slimbayes.metrics.streaming import Mean
-from slimbayes.prediction.accumulate import check_level, draw_shares, log_mean, mixture_below
+from slimbayes.prediction.averages import check_level, draw_shares, log_mean, mixture_below
 from slimbayes.prediction.prediction import Prediction
 
 Scale = float | Tensor | None

@@ -22,7 +22,7 @@ from slimbayes.engine.quiet import Quiet
 from slimbayes.engine.trial import undisturbed
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.layers.base import BayesLayer
-from slimbayes.prediction.accumulate import Accumulator
+from slimbayes.prediction.averages import Accumulator
 from slimbayes.train.likelihoods import NOISE_RULE, likelihood_named
 from slimbayes.train.targets import check_logits
 

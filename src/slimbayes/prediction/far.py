@@ -37,7 +37,7 @@ from slimbayes.engine import passes
 from slimbayes.engine.sharing import evaluating
 from slimbayes.engine.trial import on_trial
 from slimbayes.errors import SlimbayesWarning, did_you_mean
-from slimbayes.prediction.accumulate import unsqueeze_like
+from slimbayes.prediction.averages import unsqueeze_like
 from slimbayes.prediction.batches import call_batch
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import frozen, sample

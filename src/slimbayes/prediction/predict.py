@@ -19,7 +19,7 @@ from slimbayes.engine.layout import arrays_of
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.sharing import evaluating
 from slimbayes.prediction import checks
-from slimbayes.prediction.accumulate import Accumulator
+from slimbayes.prediction.averages import Accumulator
 from slimbayes.prediction.batches import batches_of
 from slimbayes.prediction.draws import Draws, Networks
 from slimbayes.prediction.far import Far, features_of

@@ -18,7 +18,7 @@ import torch  # noqa: F401  the examples use it
 from torch import Tensor
 
 from slimbayes.errors import SlimbayesWarning
-from slimbayes.prediction import accumulate, panels
+from slimbayes.prediction import averages, panels
 from slimbayes.prediction.views import Views
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
 
@@ -81,7 +81,7 @@ class Prediction(Views):
             >>> Prediction.from_outputs(torch.tensor([[1.0], [5.0]]), "gaussian", members=2, weights=[0.75, 0.25]).mean
             tensor([2.])
         """
-        draws = accumulate.Accumulator(likelihood, members, scale, keep=True, class_dim=class_dim, weights=weights)
+        draws = averages.Accumulator(likelihood, members, scale, keep=True, class_dim=class_dim, weights=weights)
         draws.add(outputs)
         return cls(**draws.fields())
 
@@ -95,7 +95,7 @@ class Prediction(Views):
         """Predictive mean: class probabilities (N, C), probability of class one (N,), or mean (N, ...)."""
         if self.discrete:
             return self._plain(self.log_probs)
-        return accumulate.member_mean(self.by_member, self.weights)
+        return averages.member_mean(self.by_member, self.weights)
 
     @property
     def member_mean(self) -> Tensor:
@@ -117,7 +117,7 @@ class Prediction(Views):
             tensor([[-200.,    0.]])
         """
         self._need(discrete=True)
-        return accumulate.log_mean(self.by_member, self.weights)
+        return averages.log_mean(self.by_member, self.weights)
 
     @property
     def member_probs(self) -> Tensor:
@@ -176,7 +176,7 @@ class Prediction(Views):
             >>> p.log_prob(torch.zeros(1))  # log of N(1; 0, 1)
             tensor([-1.4189])
         """
-        return accumulate.log_mean(self.member_log_prob(target), self.weights)
+        return averages.log_mean(self.member_log_prob(target), self.weights)
 
     def member_log_prob(self, target: Tensor) -> Tensor:
         """Log probability, or density, of each target under every member's mixture of its own draws.
@@ -185,9 +185,9 @@ class Prediction(Views):
         """
         if self.discrete:
             target = self.check_target(target)
-            return accumulate.log_at(self.by_member, target)
+            return averages.log_at(self.by_member, target)
         logp = self.draw_log_prob(target).unflatten(0, (-1, len(self.by_member)))  # draw j belongs to member j mod K
-        return accumulate.log_mean(logp)
+        return averages.log_mean(logp)
 
     def draw_log_prob(self, target: Tensor) -> Tensor:
         """Log probability, or density, of each target under every draw by itself: what stacking weighs.
@@ -202,7 +202,7 @@ class Prediction(Views):
         target = self.check_target(target)
         values = self._kept()
         if self.discrete:
-            return accumulate.log_at(values, target)
+            return averages.log_at(values, target)
         assert self.noise is not None  # kept with the samples
         if bool((self.noise == 0).any()):
             raise ValueError(
@@ -224,7 +224,7 @@ class Prediction(Views):
         """
         self._need(discrete=False)
         given = {"mean": mean, "std": std}
-        shift, factor = (accumulate.for_a_row(name, value, self.by_member) for name, value in given.items())
+        shift, factor = (averages.for_a_row(name, value, self.by_member) for name, value in given.items())
         if not bool((factor > 0).all()):
             raise ValueError(f"std must be positive, got {std!r}.")
         square = factor.square()
@@ -239,8 +239,8 @@ class Prediction(Views):
 
     def with_logs(self, by_draw: Tensor, aleatoric: Tensor) -> "Prediction":
         """The same with other log-probabilities of every draw (S, N, ..., C), of which so much is aleatoric."""
-        by_member = accumulate.log_mean(by_draw.unflatten(0, (-1, len(self.by_member))))
-        epistemic = accumulate.mutual_information(by_member, self.weights, aleatoric)
+        by_member = averages.log_mean(by_draw.unflatten(0, (-1, len(self.by_member))))
+        epistemic = averages.mutual_information(by_member, self.weights, aleatoric)
         return replace(self, by_draw=by_draw, by_member=by_member, aleatoric=aleatoric, epistemic=epistemic)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
@@ -254,10 +254,10 @@ class Prediction(Views):
             >>> Prediction.from_outputs(torch.zeros(3, 1), "gaussian", scale=1.0).interval(0.9)
             (tensor([-1.6449]), tensor([1.6449]))
         """
-        accumulate.check_level(level)
+        averages.check_level(level)
         values, noise, ends = self.samples, self.noise, ((1 - level) / 2, (1 + level) / 2)
         if noise is not None and bool((noise > 0).any()):
-            low, high = (accumulate.mixture_quantile(values, noise, self.weights, end) for end in ends)
+            low, high = (averages.mixture_quantile(values, noise, self.weights, end) for end in ends)
         else:
             if not self.discrete:
                 warnings.warn(
@@ -266,7 +266,7 @@ class Prediction(Views):
                     SlimbayesWarning,
                     stacklevel=2,
                 )
-            low, high = (accumulate.quantile(values, self.weights, end) for end in ends)
+            low, high = (averages.quantile(values, self.weights, end) for end in ends)
         return low, high
 
     def plot(self, target: Tensor | None = None, x: Tensor | None = None) -> "Figure":

@@ -1,5 +1,5 @@
-"""Accumulator: what a Prediction is made of, from draws that arrive in chunks; and averages over draws and members that
-may have weights.
+"""Averages over draws, and over members that may have weights: means, quantiles, mixtures. And Accumulator, which makes
+those that a Prediction is made of from draws that arrive in chunks.
 
 Sizes: S draws, K members, N rows, C classes.
 """
