@@ -23,6 +23,7 @@ from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.trial import takes_derivatives
 from slimbayes.posteriors.base import Support
 from slimbayes.posteriors.ensemble import EnsemblePosterior
+from slimbayes.prediction.checks import MISFITS, explain
 from slimbayes.prediction.sample import converted_posteriors, device_of, held_draws, members
 
 MOST_ROWS = 2**15  # draws x inputs in one forward, by default
@@ -49,7 +50,15 @@ class Draws:
         self.differentiates = False  # whether the model takes derivatives
 
     def outputs(self, args: Any, kwargs: Any, draws: int, start: int = 0) -> Iterator[Any]:
-        """Outputs (S', N, ...) of the draws of each member from `start` on, so many at a time as fit."""
+        """Outputs (S', N, ...) of the draws of each member from `start` on, so many at a time as fit; names inputs that
+        do not fit the model.
+        """
+        try:
+            yield from self._outputs(args, kwargs, draws, start)
+        except MISFITS as error:
+            explain(error, self.model, args, kwargs)
+
+    def _outputs(self, args: Any, kwargs: Any, draws: int, start: int) -> Iterator[Any]:
         if not self.posteriors:
             for j in range(start, start + draws):
                 with noise.own_noise(self._model_seed(j), device_of(self.model)):
@@ -174,10 +183,10 @@ class Networks(Draws):
             )
         return found
 
-    def outputs(self, args: Any, kwargs: Any, draws: int = 0, start: int = 0) -> Iterator[Any]:
+    def _outputs(self, args: Any, kwargs: Any, draws: int, start: int) -> Iterator[Any]:
         """Outputs (M, N, ...) of all networks, as one: their weights are those of members."""
         if not self.posteriors:
-            yield from super().outputs(args, kwargs, 1)
+            yield from super()._outputs(args, kwargs, draws, start)
             return
         at_once, parts = self._at_once((args, kwargs)), []
         for some in self.combined.split(at_once):  # each combination for every member in turn

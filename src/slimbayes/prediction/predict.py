@@ -125,15 +125,12 @@ def predict(
         for args, kwargs in batches_of(model, x, chunk, inputs, allow_nonfinite):
             keep = keep_samples or far is not None
             sums = Accumulator(likelihood, source.predicted_members, scale, keep, class_dim, source.weights)
-            try:
-                for outputs in source.outputs(args, kwargs, number):
-                    found = _checked(select(outputs, output), likelihood)
-                    if not parts and not sums.count:
-                        checks.check_scores(model, found, likelihood, class_dim)
-                    sums.scale = _scale_of(scale, found, likelihood, parts)
-                    sums.add(found)
-            except checks.MISFITS as error:
-                checks.explain(error, model, args, kwargs)
+            for outputs in source.outputs(args, kwargs, number):
+                found = _checked(select(outputs, output), likelihood)
+                if not parts and not sums.count:
+                    checks.check_scores(model, found, likelihood, class_dim)
+                sums.scale = _scale_of(scale, found, likelihood, parts)
+                sums.add(found)
             part = Prediction(**sums.fields())
             if far is not None:
                 part = far.widen(part, far(features_of(model, args, kwargs, far.at)))
@@ -173,13 +170,10 @@ def predict_prefixes(
     out, done, source = {}, 0, Draws(model, None, True, "auto", seed)
     sums = Accumulator(likelihood, source.predicted_members, scale, True, None, source.weights)
     with evaluating(model):
-        try:
-            for count in sorted(set(draws)):
-                for outputs in source.outputs((x,), {}, count - done, done):
-                    sums.add(select(outputs, None))
-                out[count], done = Prediction(**sums.fields()), count
-        except checks.MISFITS as error:
-            checks.explain(error, model, (x,), {})
+        for count in sorted(set(draws)):
+            for outputs in source.outputs((x,), {}, count - done, done):
+                sums.add(select(outputs, None))
+            out[count], done = Prediction(**sums.fields()), count
         if not allow_nonfinite and not sums.sound():
             checks.refuse_outputs(sums, map(partial(select, output=None), source.outputs((x,), {}, done)), before)
     return out
