@@ -26,7 +26,7 @@ from slimbayes import metrics
 from slimbayes.convert.convert import conversions_of
 from slimbayes.lab.execution import seed_everything
 from slimbayes.prediction.batches import IGNORED
-from slimbayes.prediction.predict import predict, select
+from slimbayes.prediction.predict import find_output, predict
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import sample
 from slimbayes.train import schedules
@@ -121,7 +121,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
 
     def terms(self, x: Any, y: Tensor, kl_weight: float = 1.0) -> ELBO:
         """Loss, nll and kl of a batch."""
-        nll = self.meaning.nll(select(self(x), None), y, self.form, self.noise)
+        nll = self.meaning.nll(find_output(self(x)), y, self.form, self.noise)
         return elbo(nll, self.model, self.num_data, kl_weight, temperature=self.temperature)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from slimbayes.distributions.families import Distribution
 from slimbayes.engine import passes
 from slimbayes.prediction.batches import IGNORED, labelled_batches
-from slimbayes.prediction.predict import select
+from slimbayes.prediction.predict import find_output
 from slimbayes.prediction.sample import sample
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 from slimbayes.train.targets import check_labels, check_real, check_shares
@@ -71,7 +71,7 @@ class Density:
                 (check_shares if likelihood_named(self.likelihood).discrete else check_real)(target)
             elif classes is None:
                 with torch.no_grad():
-                    outputs = select(sample(self.model, *args, **kwargs), self.output)
+                    outputs = find_output(sample(self.model, *args, **kwargs), self.output)
                 classes = outputs.shape[-1] if outputs.shape[1:-1] == target.shape else 2**62
             if classes is not None:
                 check_labels(target, classes, IGNORED)
@@ -110,7 +110,7 @@ class Density:
     def _losses(self, batch: tuple[Any, Any, Tensor]) -> Tensor:
         """Negative log-likelihood of a batch under each chain, (K,)."""
         args, kwargs, target = batch
-        outputs = select(sample(self.model, *args, **kwargs), self.output)
+        outputs = find_output(sample(self.model, *args, **kwargs), self.output)
         nll = likelihood_named(self.likelihood).nll
         mean = torch.vmap(lambda chain: nll(chain.unsqueeze(0), target, "average", self.noise))(outputs)
         return mean * self._count(target)

@@ -29,7 +29,7 @@ from slimbayes.posteriors.joint_forms import Watched
 from slimbayes.posteriors.joint_normal import Joint
 from slimbayes.prediction.batches import batches_of, rows_of
 from slimbayes.prediction.checks import check_draws, check_noise_rule
-from slimbayes.prediction.predict import select
+from slimbayes.prediction.predict import find_output
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.elbo import check_finite
 from slimbayes.train.likelihoods import LikelihoodName, entropy, likelihood_named
@@ -111,7 +111,7 @@ def rows_at_means(
         for p, deviation, watch in zip(joints, deviations, watched, strict=True):
             new.put(p.key, Noise(deviation.detach()[:, :0], deviation.detach()[:, :0]))
             new.values[p.key] = watch or p.at(deviation, pick)
-        outputs = select(passes.run(new, model, *inputs[0], **inputs[1]), output)
+        outputs = find_output(passes.run(new, model, *inputs[0], **inputs[1]), output)
         return RowDerivatives(start, outputs, deviations, watched)
 
     start, most = 0, max(1, MOST // sum(sizes))

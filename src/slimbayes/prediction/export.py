@@ -28,7 +28,7 @@ from slimbayes.errors import cut
 from slimbayes.files import replacing
 from slimbayes.prediction.checks import check_draws, check_inputs, check_noise_rule, check_scores
 from slimbayes.prediction.draws import member_weights
-from slimbayes.prediction.predict import select
+from slimbayes.prediction.predict import find_output
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import converted_posteriors
 from slimbayes.prediction.sample import members as members_of
@@ -177,7 +177,7 @@ class Graph(nn.Module):
     def outputs(self, given: Tensor, args: tuple[Tensor, ...]) -> Tensor:
         """Outputs (S, B, ...) of the draws that these normals make."""
         if not self.posteriors:
-            return select(self.model(*args), None).unsqueeze(0)
+            return find_output(self.model(*args)).unsqueeze(0)
         held = Pass(self.total, 1, rowwise=False)
         for posterior, block in zip(self.posteriors, given.split(self.widths, 1)):
             held.put(posterior.key, Noise(block.to(posterior.dtype), block.new_empty(0, 0)))
@@ -186,9 +186,9 @@ class Graph(nn.Module):
         known = self.layout if self.layout.folds else None
         new = held.view(self.total * self.layout.rows((args, {})), known)
         if self.folded:
-            return select(calls.run_draws(self.model, self.posteriors, args, {}, new, self.layout, folds=True), None)
+            return find_output(calls.run_draws(self.model, self.posteriors, args, {}, new, self.layout, folds=True))
         parts = [calls.finish(new.single(j, known), self.posteriors, self.model, args, {}) for j in self.kept]
-        return torch.stack([select(part, None) for part in parts])
+        return torch.stack([find_output(part) for part in parts])
 
 
 def _rows(x: Tensor, dim: int) -> int:

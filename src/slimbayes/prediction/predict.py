@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from numbers import Integral
 from typing import Any, Literal
 
@@ -123,21 +122,21 @@ def predict(
     parts: list[Prediction] = []
     with evaluating(model):
         for args, kwargs in batches_of(model, x, chunk, inputs, allow_nonfinite):
-            keep = keep_samples or far is not None
+            before, keep = sum(map(len, parts)), keep_samples or far is not None
             sums = Accumulator(likelihood, source.predicted_members, scale, keep, class_dim, source.weights)
             for outputs in source.outputs(args, kwargs, number):
-                found = _checked(select(outputs, output), likelihood)
-                if not parts and not sums.count:
+                found = _checked(find_output(outputs, output), likelihood)
+                if not before and not sums.count:
                     checks.check_scores(model, found, likelihood, class_dim)
-                sums.scale = _scale_of(scale, found, likelihood, parts)
+                sums.scale = _scale_of(scale, found, likelihood, before)
                 sums.add(found)
+            if not (allow_nonfinite or sums.sound()):
+                again = (find_output(outputs, output) for outputs in source.outputs(args, kwargs, number))
+                checks.refuse_outputs(sums, again, before)
             part = Prediction(**sums.fields())
             if far is not None:
                 part = far.widen(part, far(features_of(model, args, kwargs, far.at)))
             parts.append(part if keep_samples else replace(part, by_draw=None, noise=None))
-            if not (allow_nonfinite or sums.sound()):
-                before = sum(len(part.aleatoric) for part in parts[:-1])
-                checks.refuse_outputs(sums, (select(o, output) for o in source.outputs(args, kwargs, number)), before)
             bar.add(len(part))
     bar.close()
     whole = Prediction.joined(parts)
@@ -172,10 +171,10 @@ def predict_prefixes(
     with evaluating(model):
         for count in sorted(set(draws)):
             for outputs in source.outputs((x,), {}, count - done, done):
-                sums.add(select(outputs, None))
+                sums.add(find_output(outputs))
             out[count], done = Prediction(**sums.fields()), count
         if not allow_nonfinite and not sums.sound():
-            checks.refuse_outputs(sums, map(partial(select, output=None), source.outputs((x,), {}, done)), before)
+            checks.refuse_outputs(sums, map(find_output, source.outputs((x,), {}, done)), before)
     return out
 
 
@@ -192,14 +191,13 @@ def _checked(outputs: Tensor, likelihood: str) -> Tensor:
     return outputs
 
 
-def _scale_of(scale: float | Tensor, outputs: Tensor, likelihood: str, earlier: list[Prediction]) -> float | Tensor:
-    """The noise of these rows, which come after others: one scale for all, or lines of one for each."""
+def _scale_of(scale: float | Tensor, outputs: Tensor, likelihood: str, before: int) -> float | Tensor:
+    """The noise of these rows, which come after so many others: one scale for all, or lines of one for each."""
     if not isinstance(scale, Tensor) or scale.numel() == 1:
         return scale
     each, rows = likelihood_named(likelihood).predictive(outputs[:1, :1], 1.0, None)[0].shape[2:], outputs.shape[1]
     if broadcasts(scale.shape, each) or broadcasts(scale.shape, (1, *each)):
         return scale
-    before = sum(map(len, earlier))
     own = scale[before : before + rows]
     if scale.dim() != len(each) + 1 or not broadcasts(own.shape, (rows, *each)) or len(own) != rows:
         raise ValueError(
@@ -209,7 +207,7 @@ def _scale_of(scale: float | Tensor, outputs: Tensor, likelihood: str, earlier: 
     return own
 
 
-def select(outputs: Any, output: str | int | None) -> Tensor:
+def find_output(outputs: Any, output: str | int | None = None) -> Tensor:
     """The tensor of predictions in whatever a model returns."""
     if output is not None and isinstance(outputs, Tensor):
         raise ValueError(

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from slimbayes.report.charts import Axis, Chart, Names, Point, bars, boxes, intervals, lines, members, points
-from slimbayes.report.groups import CORRUPTED, RunGroup, Selection, main_set
+from slimbayes.report.groups import CORRUPTED, EvaluationSet, RunGroup, main_set
 from slimbayes.report.metric import mean, metric, printable, sort_metrics, standard_error
 from slimbayes.report.record import Evaluation, Record
 
@@ -85,7 +85,7 @@ def reliability(groups: Sequence[RunGroup]) -> Figure | None:
     return _figure("Reliability", variants, "Set")
 
 
-def _bins(group: RunGroup, selection: Selection) -> list[tuple[float, float, float]]:
+def _bins(group: RunGroup, selection: EvaluationSet) -> list[tuple[float, float, float]]:
     """(confidence, accuracy, share of rows) of equal bins, pooled over seeds and corruptions."""
     sums: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(3))
     for _, evaluation in selection.judged(group):
@@ -151,7 +151,7 @@ def by_corruption(group: RunGroup, name: str) -> dict[int, list[float]]:
 
 def unfamiliar(groups: Sequence[RunGroup]) -> Figure | None:
     """How well uncertainty tells unfamiliar inputs from test rows."""
-    ood = Selection("ood")
+    ood = EvaluationSet("ood")
 
     def draw(name: str) -> Chart:
         rows: list[Point] = []

@@ -164,14 +164,14 @@ def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
 
 
 @dataclass(frozen=True)
-class Selection:
+class EvaluationSet:
     """Which evaluations are meant: those of a role, narrowed where a field is not None.
 
     Unless `draws` is given, a group is judged at the largest number of draws that all its runs have.
 
     Example:
         >>> foggy = Evaluation(data="c", role="corruption", corruption="fog", severity=3, draws=1, rows=9, metrics={})
-        >>> Selection("corruption").fits(foggy), Selection("corruption", severity=2).fits(foggy)
+        >>> EvaluationSet("corruption").fits(foggy), EvaluationSet("corruption", severity=2).fits(foggy)
         (True, False)
     """
 
@@ -244,15 +244,15 @@ class Selection:
         return frozenset(set.intersection(*found.values())) if found else frozenset()
 
 
-CORRUPTED = Selection("corruption")
+CORRUPTED = EvaluationSet("corruption")
 
 
-def main_set(groups: Sequence[RunGroup]) -> Selection:
+def main_set(groups: Sequence[RunGroup]) -> EvaluationSet:
     """The set that a page judges by: the first test set, or the first validation set where nobody tested."""
     for role in ("test", "validation"):
-        if names := Selection(role).sets(groups):
-            return Selection(role, names[0])
-    return Selection("test")
+        if names := EvaluationSet(role).sets(groups):
+            return EvaluationSet(role, names[0])
+    return EvaluationSet("test")
 
 
 def _place(evaluation: Evaluation) -> Place:

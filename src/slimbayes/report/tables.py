@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import ClassVar
 
-from slimbayes.report.groups import CORRUPTED, RunGroup, Selection, main_set
+from slimbayes.report.groups import CORRUPTED, EvaluationSet, RunGroup, main_set
 from slimbayes.report.metric import MISSING, bootstrap_interval, mean, metric, standard_error
 from slimbayes.report.record import Record
 
@@ -63,7 +63,7 @@ class PageTable:
         return [(over, len(list(under))) for over, under in groupby(column.over for column in self.columns)]
 
 
-def _scores(groups: Sequence[RunGroup], selection: Selection, name: str, over: str) -> PageColumn:
+def _scores(groups: Sequence[RunGroup], selection: EvaluationSet, name: str, over: str) -> PageColumn:
     """A metric on the selected sets."""
     known = metric(name)
     values = [selection.values(group, name) for group in groups]
@@ -113,7 +113,7 @@ def every_score(groups: Sequence[RunGroup]) -> PageTable | None:
 def other_sets(groups: Sequence[RunGroup]) -> PageTable | None:
     """Scores under natural shift, and on further test or validation sets."""
     roles = ("test", "shift", "validation")
-    sets = [Selection(role, data) for role in roles for data in Selection(role).sets(groups)]
+    sets = [EvaluationSet(role, data) for role in roles for data in EvaluationSet(role).sets(groups)]
     columns = [
         _scores(groups, other, name, f"{other.data} ({other.role})")
         for other in sets
@@ -127,9 +127,9 @@ def other_sets(groups: Sequence[RunGroup]) -> PageTable | None:
 def unfamiliar(groups: Sequence[RunGroup]) -> PageTable | None:
     """Scores of telling unfamiliar inputs from test rows."""
     columns = [
-        _scores(groups, Selection("ood", data), name, data)
-        for data in Selection("ood").sets(groups)
-        for name in Selection("ood", data).metrics(groups)
+        _scores(groups, EvaluationSet("ood", data), name, data)
+        for data in EvaluationSet("ood").sets(groups)
+        for name in EvaluationSet("ood", data).metrics(groups)
     ]
     return PageTable("Unfamiliar inputs", groups, columns) if columns else None
 
@@ -229,7 +229,7 @@ def _late_fall(record: Record) -> float:
     return nll[-1 - late] - nll[-1] if len(nll) > late else 0.0
 
 
-def _draws(group: RunGroup, judged: Selection, gap: float) -> str:
+def _draws(group: RunGroup, judged: EvaluationSet, gap: float) -> str:
     """What more draws gave it, where that is a good part of what is missing."""
     counts = judged.draw_counts(group)
     if len(counts) < 2:
