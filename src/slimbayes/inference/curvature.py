@@ -214,8 +214,6 @@ def _kept(outputs: Tensor, target: Tensor, likelihood: LikelihoodName) -> Tensor
 
 def _log_likelihood(outputs: Tensor, target: Tensor, likelihood: LikelihoodName, scale: float) -> float:
     outputs = outputs.detach().double()
-    if likelihood == "bernoulli" and target.shape == outputs.shape and target.dim() > 1 and target.shape[-1] == 1:
-        target = target.squeeze(-1)  # as `bernoulli` takes it and a Prediction does not
     if likelihood_named(likelihood).discrete and bool((target == IGNORED).any()):
         kept = target != IGNORED
         outputs, target = outputs[kept], target[kept]

@@ -112,8 +112,7 @@ class Views:
         names = ["mean", "member_mean", "total", "aleatoric", "epistemic"]
         names += [] if self.distance is None else ["distance"]
         names += [] if self.by_draw is None else ["samples"]
-        arrays = {name: getattr(self, name).detach().cpu() for name in names}
-        return {name: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for name, t in arrays.items()}
+        return {name: _array(getattr(self, name)) for name in names}
 
     def to_pandas(self: Any) -> Any:
         """One line for each row: label, confidence and probabilities, or mean and std; uncertainties; distance.
@@ -124,8 +123,7 @@ class Views:
             from pandas import DataFrame  # type: ignore[import-untyped]
         except ImportError as error:
             raise ImportError("to_pandas needs pandas: pip install pandas.") from error
-        columns = {name: column.detach().cpu() for name, column in self._columns().items()}
-        return DataFrame({n: (c.float() if c.dtype == torch.bfloat16 else c).numpy() for n, c in columns.items()})
+        return DataFrame({name: _array(column) for name, column in self._columns().items()})
 
     def _columns(self: Any) -> dict[str, Tensor]:
         """Columns (N,) of a table."""
@@ -173,6 +171,11 @@ class Views:
         more = f"<tr><td colspan={len(columns) + 1}>and {rest} more</td></tr>" if rest > 0 else ""
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}{more}</tbody></table>"
         return f"<div><code>{html.escape(repr(self))}</code>{table}</div>"
+
+
+def _array(values: Tensor) -> Any:
+    """As a numpy array, of which there are none in bfloat16."""
+    return (values.float() if values.dtype == torch.bfloat16 else values).detach().cpu().numpy()
 
 
 def _short(value: float) -> str:
