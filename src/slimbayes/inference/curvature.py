@@ -127,9 +127,6 @@ class KroneckerCurvature(SiteCurvature):
     def finite(self) -> bool:
         return bool(self.left.isfinite().all() and self.right.isfinite().all())
 
-    def directions(self, scale: float, precision: float) -> int | None:
-        return None
-
     def fit(self, scale: float, precision: float, directions: int | None = None) -> None:
         values, sides = self._eigen()
         self.posterior.set_bases(*sides, (values / scale + precision).rsqrt())

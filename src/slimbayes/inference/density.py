@@ -97,18 +97,17 @@ class Density:
         """Log density of each chain (K,), estimated from one batch; the batches' mean is that of all data, whatever
         their sizes.
         """
-        losses = self.data(self.model) if callable(self.data) else self._losses(batch) * self.parts
-        return (self.log_prior() - losses) / self.temperature
+        return (self.log_prior() - self._losses(batch) * self.parts) / self.temperature
 
     def of_all(self) -> Tensor:
         """Log density of each chain (K,), of all data."""
-        if callable(self.data):
-            return self.of_batch(None)
         losses = [self._losses(batch) for batch in self.batches()]
         return (self.log_prior() - torch.stack(losses).sum(0)) / self.temperature
 
-    def _losses(self, batch: tuple[Any, Any, Tensor]) -> Tensor:
-        """Negative log-likelihood of a batch under each chain, (K,)."""
+    def _losses(self, batch: Any) -> Tensor:
+        """Negative log-likelihood of a batch under each chain, (K,); of a function all data are one."""
+        if callable(self.data):
+            return self.data(self.model)
         args, kwargs, target = batch
         outputs = find_output(sample(self.model, *args, **kwargs), self.output)
         nll = likelihood_named(self.likelihood).nll

@@ -183,11 +183,13 @@ def reasons(groups: Sequence[RunGroup]) -> Iterator[str]:
         mine = [group for group in groups if group.data == data]
         judged = main_set(mine)
         plain = next((group for group in mine if group.records[0].method == PLAIN), None)
-        for group in mine if plain else ():
-            assert plain is not None
-            ours, theirs = (judged.by_seed(one, "nll") for one in (group, plain))
+        if plain is None:
+            continue
+        theirs = judged.by_seed(plain, "nll")
+        for group in (group for group in mine if group is not plain):
+            ours = judged.by_seed(group, "nll")
             differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-            if group is not plain and differences and mean(differences) > 0:
+            if differences and mean(differences) > 0:
                 told = f"{group.name!r} on {data!r} has an NLL of {mean(list(ours.values())):.3f} against "
                 told += f"{mean(list(theirs.values())):.3f} of {plain.name!r}{_doubt(differences)}. "
                 yield told + _cause(group, plain, mean(differences)) + _draws(group, judged, mean(differences))
