@@ -157,7 +157,7 @@ def predict_linearised(
         >>> pred.mean.shape, bool((pred.variance > fit.noise**2).all())
         (torch.Size([7, 1]), True)
     """
-    check_draws("predict_linearised", draws, other=None)
+    check_draws("predict_linearised", draws, also=(None,))
     check_noise_rule(model, likelihood)
     check_finite(model)
     joints, number, parts = joints_of(model), seed_of(seed) if draws else 0, []

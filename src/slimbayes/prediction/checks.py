@@ -29,11 +29,11 @@ from slimbayes.train.targets import check_logits
 _ANYWAY = "predict(..., allow_nonfinite=True) predicts anyway"
 
 
-def check_draws(what: str, draws: Any, fold: Any = "auto", other: Any = 1) -> None:
-    """Refuse numbers of draws, of which `other` is one, and ways to run them that are none."""
-    if draws != other and (not isinstance(draws, Integral) or draws < 1):
-        also = "" if other == 1 else f", or {other!r}"
-        raise ValueError(f"{what} needs at least one draw, a whole number{also}, got draws={draws!r}.")
+def check_draws(what: str, draws: Any, fold: Any = "auto", also: tuple[Any, ...] = ()) -> None:
+    """Refuse numbers of draws that are none, nor among what is taken `also`, and unknown ways to run them."""
+    if draws not in also and (not isinstance(draws, Integral) or draws < 1):
+        told = "".join(f", or {other!r}" for other in also)
+        raise ValueError(f"{what} needs at least one draw, a whole number{told}, got draws={draws!r}.")
     if fold != "auto" and not isinstance(fold, bool):
         raise ValueError(f'fold must be True, False or "auto", got {fold!r}.')
 

@@ -99,7 +99,7 @@ def predict(
         >>> pred.probs.shape, pred.samples.shape
         (torch.Size([7, 3]), torch.Size([16, 7, 3]))
     """
-    checks.check_draws("predict", draws, fold, "exact")
+    checks.check_draws("predict", draws, fold, also=("exact",))
     if chunk is not None and (not isinstance(chunk, Integral) or chunk < 1):
         raise ValueError(f"predict needs chunk >= 1, a whole number, got chunk={chunk!r}.")
     scale = scale if isinstance(scale, (int, float)) else torch.as_tensor(scale)  # arrays and lists
