@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -220,11 +220,9 @@ def _prediction(
         found = Prediction.from_outputs(probit, likelihood, members, scale)
         total = entropy(found.log_probs)
         within = torch.minimum(meaning.predictive(outputs, scale, None)[1].mean(0), total)
-        found.aleatoric, found.epistemic = within, total - within
-        return found
+        return replace(found, aleatoric=within, epistemic=total - within)
     found = Prediction.from_outputs(outputs, likelihood, members, scale)
     variance = variance[..., 0] if variance.dim() > found.by_member.dim() else variance  # of means, not raw scales
-    found.epistemic = found.epistemic + variance.mean(0)
     assert found.noise is not None
-    found.noise = found.noise + variance  # one Gaussian for each member: its density is that of the prediction
-    return found
+    noise = found.noise + variance  # one Gaussian for each member: its density is that of the prediction
+    return replace(found, epistemic=found.epistemic + variance.mean(0), noise=noise)

@@ -28,8 +28,8 @@ from slimbayes.prediction.sample import central_pass
 def plain_model(
     model: nn.Module, copy: bool = False
 ) -> tuple[nn.Module, dict[str, dict[str, Drawn]], list[tuple[str, Conversion]]]:
-    """A plain model to work on, factors of what it was before, and what that was: of a converted model a copy and the
-    factors at its members' means; of a plain one itself, or a copy if asked for, and nothing.
+    """What an approximation begins with: a plain model to work on, the factors at its members' means, and its former
+    conversions. A converted model is copied; a plain one, which has neither, is taken itself unless `copy` is asked for.
     """
     if not passes.posteriors_of(model):
         return copy_modules(model) if copy else model, {}, []
