@@ -29,7 +29,7 @@ def plain_model(
     model: nn.Module, copy: bool = False
 ) -> tuple[nn.Module, dict[str, dict[str, Drawn]], list[tuple[str, Conversion]]]:
     """What an approximation begins with: a plain model to work on, the factors at its members' means, and its former
-    conversions. A converted model is copied; a plain one, which has neither, is taken itself unless `copy` is asked for.
+    conversions. A converted model is copied; a plain one, which has neither, is taken itself unless `copy` says so.
     """
     if not passes.posteriors_of(model):
         return copy_modules(model) if copy else model, {}, []
