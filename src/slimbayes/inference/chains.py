@@ -24,7 +24,7 @@ from slimbayes.engine import passes
 from slimbayes.engine.locate import unwrapped
 from slimbayes.engine.noise import Seed, key, seed_of
 from slimbayes.inference.density import HMC, Density, Loss, langevin, normals
-from slimbayes.inference.means import plain_model, set_factors
+from slimbayes.inference.means import Factors, plain_model, set_factors
 from slimbayes.posteriors.configs.base import check_choice, check_count, check_whole
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.posteriors.factors import Drawn
@@ -192,12 +192,7 @@ def _check(
 
 @torch.no_grad()
 def _begin(
-    model: nn.Module,
-    means: dict[str, dict[str, Drawn]],
-    chains: int,
-    include: Selection,
-    exclude: Selection,
-    generator: torch.Generator,
+    model: nn.Module, means: Factors, chains: int, include: Selection, exclude: Selection, generator: torch.Generator
 ) -> None:
     """One member for each chain: at the means of a converted model's members by turns, else near one."""
     config = Rank1(members=chains, posterior="point", mean_init=Point(1.0), clip=None, draws="member")
@@ -230,11 +225,11 @@ def _judge(sampler: HMC, chains: int) -> None:
         )
 
 
-def _states(model: nn.Module, kept: list[tuple[list[Tensor], Tensor]]) -> dict[str, dict[str, Drawn]]:
+def _states(model: nn.Module, kept: list[tuple[list[Tensor], Tensor]]) -> Factors:
     """Factors (S K, ...) of every site, by layer, with the biases that its chains had."""
     posteriors: list[Any] = passes.posteriors_of(model)
     names = {id(layer): name for name, layer in model.named_modules()}
-    out: dict[str, dict[str, Drawn]] = {}
+    out: Factors = {}
     for i, p in enumerate(posteriors):
         r, s = (torch.cat([factors[2 * i + j] for factors, _ in kept]) for j in (0, 1))
         bias = None if p.bias is None else nn.functional.pad(p.bias.detach(), (0, 0, 1, 0)).repeat(len(kept), 1)
