@@ -65,32 +65,29 @@ class Views:
         if not parts:
             raise ValueError("At least one Prediction is needed, got none: predict was given no batch.")
         first = parts[0]
+
+        def shared_weights(part: Prediction) -> list[float] | None:
+            return None if part.weights is None or "weights" in part._row_dims else part.weights.tolist()
+
+        if any(shared_weights(p) != shared_weights(first) for p in parts):
+            raise ValueError("Predictions to join need the same weights of members, or weights for each row, in all.")
         facts = [f"{p.likelihood} with {p.count} draws of {len(p.by_member)} members" for p in parts]
-        if len({(fact, *(getattr(p, f) is None for f in _DIMS)) for fact, p in zip(facts, parts, strict=True)}) > 1:
+        if len(set(facts)) > 1 or any(p._row_dims != first._row_dims for p in parts):
             told = ", ".join(sorted(facts))
             raise ValueError(f"Predictions to join need one likelihood, draws and fields alike; got {told}.")
+        rows = {name: torch.cat([getattr(p, name) for p in parts], dim) for name, dim in first._row_dims.items()}
+        return replace(first, **rows)  # type: ignore[arg-type]
 
-        def same(one: Tensor | None, other: Tensor | None) -> bool:
-            """Whether members share alike; weights for each row, (K, N), may differ."""
-            if one is None or other is None:
-                return one is other
-            return one.dim() == other.dim() and (one.dim() == 2 or torch.equal(one.cpu(), other.cpu()))
-
-        if not all(same(first.weights, p.weights) for p in parts[1:]):
-            raise ValueError("Predictions to join need the same weights of members, or weights for each row, in all.")
-        fields = {name: [getattr(p, name) for p in parts] for name in _DIMS}
-        joined: dict[str, Any] = {name: torch.cat(ts, _DIMS[name]) for name, ts in fields.items() if ts[0] is not None}
-        if first.weights is not None and first.weights.dim() == 2:
-            joined["weights"] = torch.cat([p.weights for p in parts if p.weights is not None], 1)
-        return replace(first, **joined)
+    @property
+    def _row_dims(self: Any) -> dict[str, int]:
+        """The fields that have rows, and the dimension these lie in; weights have, where they differ between rows."""
+        by_row = self.weights is not None and self.weights.dim() == 2
+        dims = _DIMS | {"weights": 1} if by_row else _DIMS
+        return {name: dim for name, dim in dims.items() if getattr(self, name) is not None}
 
     def _each(self: Any, change: Callable[[Tensor, int], Tensor]) -> Prediction:
         """Every tensor with rows changed, given where they lie."""
-        present = {n: dim for n, dim in _DIMS.items() if getattr(self, n) is not None}
-        changed: dict[str, Any] = {n: change(getattr(self, n), dim) for n, dim in present.items()}
-        if self.weights is not None and self.weights.dim() == 2:
-            changed["weights"] = change(self.weights, 1)
-        return replace(self, **changed)
+        return replace(self, **{name: change(getattr(self, name), dim) for name, dim in self._row_dims.items()})
 
     def check_target(self: Any, target: Tensor) -> Tensor:
         """The target, refused unless it fits; a binary one (N, 1), as in training, loses its last dimension."""
