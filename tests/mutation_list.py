@@ -561,7 +561,11 @@ MUTATIONS = [
     ),
     Mutation("stack-shares", "(a - b.log())[c]", "a[c]", "test_stacking.py"),
     Mutation(
-        "information", "self.weights)) - aleatoric)", "self.weights)))", "test_objective.py", "test_prediction.py"
+        "information",
+        "(entropy(log_mean(by_member, weights)) - aleatoric)",
+        "(entropy(log_mean(by_member, weights)))",
+        "test_objective.py",
+        "test_prediction.py",
     ),
     # Conversion.
     Mutation(

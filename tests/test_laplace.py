@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.inference.curvature import accumulate, labelled_batches
-from slimbayes.inference.evidence import CurvatureSpectrum, Single, best_precision, triangular
+from slimbayes.inference.curvature import SiteCurvature, sum_curvature, triangular
+from slimbayes.inference.evidence import CurvatureSpectrum, best_precision
 from slimbayes.inference.means import k_tied_logs
+from slimbayes.prediction.batches import labelled_batches
 
 
 def mlp(outputs: int = 3) -> nn.Module:
@@ -128,7 +129,7 @@ def test_curvature_is_that_of_brute_force() -> None:
     ):
         expected = brute_force(net, batches, information)
         sb.bayesianize(net, sb.JointNormal())
-        found = accumulate(net, labelled_batches(net, batches), likelihood)
+        found = sum_curvature(net, labelled_batches(net, batches), likelihood)
         for p, matrix in zip(posteriors_of(net), matrices(found), strict=True):
             torch.testing.assert_close(matrix[0], expected[p.layer.bayes_name], rtol=1e-8, atol=1e-10)
 
@@ -138,8 +139,8 @@ def test_curvature_of_means_and_scales_is_the_average_of_scores() -> None:
     net, batches = mlp(2), data(classes=None, outputs=1)
     batches = [(x, y[:, 0]) for x, y in batches]
     sb.bayesianize(net, sb.JointNormal())
-    exact = accumulate(net, labelled_batches(net, batches), "heteroscedastic_gaussian")
-    drawn = accumulate(net, labelled_batches(net, batches), "heteroscedastic_gaussian", samples=400)
+    exact = sum_curvature(net, labelled_batches(net, batches), "heteroscedastic_gaussian")
+    drawn = sum_curvature(net, labelled_batches(net, batches), "heteroscedastic_gaussian", samples=400)
     for a, b in zip(matrices(exact), matrices(drawn), strict=True):
         assert float((a - b).norm() / a.norm()) < 0.15
 
@@ -157,9 +158,9 @@ def test_drawn_targets_average_to_exact_information_and_ignored_ones_do_not_coun
     target = torch.randint(3, (8, 5))
     target[:, 3:] = -100
     sb.bayesianize(net, sb.JointNormal())
-    exact = accumulate(net, [((x,), {}, target)], "categorical")
-    short = accumulate(net, [((x[:, :3],), {}, target[:, :3])], "categorical")
-    drawn = accumulate(net, [((x,), {}, target)], "categorical", samples=400)
+    exact = sum_curvature(net, [((x,), {}, target)], "categorical")
+    short = sum_curvature(net, [((x[:, :3],), {}, target[:, :3])], "categorical")
+    drawn = sum_curvature(net, [((x,), {}, target)], "categorical", samples=400)
     torch.testing.assert_close(matrices(exact)[0], matrices(short)[0])
     assert exact.targets == 24 and exact.log_likelihood == pytest.approx(short.log_likelihood)
     assert float((matrices(exact)[0] - matrices(drawn)[0]).norm() / matrices(exact)[0].norm()) < 0.15
@@ -179,9 +180,9 @@ def test_rows_that_cannot_be_told_apart_run_one_by_one() -> None:
     net, batches = Windows().double().eval(), data(7)
     plain = nn.Sequential(copy.deepcopy(net.fc))
     sb.bayesianize(plain, sb.JointNormal())
-    wanted = accumulate(plain, labelled_batches(plain, batches), "categorical")
+    wanted = sum_curvature(plain, labelled_batches(plain, batches), "categorical")
     sb.bayesianize(net, sb.JointNormal())
-    found = accumulate(net, labelled_batches(net, batches), "categorical")
+    found = sum_curvature(net, labelled_batches(net, batches), "categorical")
     torch.testing.assert_close(matrices(found)[0], matrices(wanted)[0])
 
 
@@ -209,8 +210,8 @@ def test_rows_together_have_the_curvature_of_rows_alone(kind: str, over: Any) ->
     net = net.double().eval()
     x, y = torch.randn(shape).double(), torch.randint(3, (6,))
     sb.bayesianize(net, sb.JointNormal(over=over))
-    together = accumulate(net, labelled_batches(net, [(x, y)]), "categorical")
-    alone = accumulate(net, labelled_batches(net, list(zip(x.split(1), y.split(1), strict=True))), "categorical")
+    together = sum_curvature(net, labelled_batches(net, [(x, y)]), "categorical")
+    alone = sum_curvature(net, labelled_batches(net, list(zip(x.split(1), y.split(1), strict=True))), "categorical")
     for a, b in zip(matrices(together), matrices(alone), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-10)
         assert float(a.diagonal(dim1=1, dim2=2).max()) > 0
@@ -251,7 +252,7 @@ def test_a_real_target_may_be_any_number() -> None:
     y[0] = -100.0  # no mark of a missing one
     sb.bayesianize(net, sb.JointNormal())
     for target in (y, y.long()):
-        assert accumulate(net, [((x,), {}, target)], "gaussian").targets == y.numel()
+        assert sum_curvature(net, [((x,), {}, target)], "gaussian").targets == y.numel()
 
 
 def test_labels_of_a_row_that_are_missing_do_not_count_whatever_their_type() -> None:
@@ -260,11 +261,11 @@ def test_labels_of_a_row_that_are_missing_do_not_count_whatever_their_type() -> 
     y = torch.randint(2, (9, 2))
     y[:4, 1] = -100
     half = torch.where(y == -100, 0, y)
-    whole, floats = (accumulate(net, [((x,), {}, t)], "bernoulli") for t in (y, y.double()))
+    whole, floats = (sum_curvature(net, [((x,), {}, t)], "bernoulli") for t in (y, y.double()))
     # rows without a second label, as if its information were not there
-    alone = accumulate(net, [((x,), {}, half)], "bernoulli")
-    first = accumulate(net, [((x[:4],), {}, torch.stack([y[:4, 0], torch.full((4,), -100)], 1))], "bernoulli")
-    rest = accumulate(net, [((x[4:],), {}, y[4:])], "bernoulli")
+    alone = sum_curvature(net, [((x,), {}, half)], "bernoulli")
+    first = sum_curvature(net, [((x[:4],), {}, torch.stack([y[:4, 0], torch.full((4,), -100)], 1))], "bernoulli")
+    rest = sum_curvature(net, [((x[4:],), {}, y[4:])], "bernoulli")
     for found in (whole, floats):
         assert found.targets == 14 and found.log_likelihood == pytest.approx(first.log_likelihood + rest.log_likelihood)
         for one, a, b, c in zip(*map(matrices, (found, first, rest, alone)), strict=True):
@@ -365,7 +366,7 @@ def test_members_of_a_converted_model_keep_their_means() -> None:
     covariances = [p.covariance()[1] for p in posteriors_of(net)]
     scaled_by = [torch.cat([p.r.loc[1, 0], p.s.loc[1, 0]]).detach() for p in posteriors_of(net)]
     sb.bayesianize(before[1], sb.JointNormal())
-    plain = accumulate(before[1], labelled_batches(before[1], batches), "categorical")
+    plain = sum_curvature(before[1], labelled_batches(before[1], batches), "categorical")
     for covariance, matrix, factor, precision in zip(
         covariances, matrices(plain), scaled_by, fit.prior_precision.values(), strict=True
     ):
@@ -614,7 +615,7 @@ def test_where_data_tell_of_few_directions_those_are_kept(members: int, tmp_path
 def test_directions_that_float32_cannot_tell_are_kept_whole() -> None:
     for most in (1e6, 1e12):
         q = sb.bayesianize(nn.Linear(8, 6), sb.JointNormal()).posterior["weight"]
-        block, line = Single(q), nn.functional.normalize(torch.randn(14, 1).double(), dim=0)
+        block, line = SiteCurvature(q), nn.functional.normalize(torch.randn(14, 1).double(), dim=0)
         block.values[0] = most * line @ line.T
         count = block.directions(1.0, 1.0)
         assert count == (1 if most == 1e6 else None)
@@ -669,7 +670,7 @@ def test_noise_is_found_where_layers_determine_more_than_there_are_targets() -> 
     """Each by its own account; the evidence still has a maximum."""
     net, x = mlp(1), torch.randn(12, 4).double()
     fit = sb.laplace(net, [(x, net(x).detach() + 1e-3 * torch.randn(12, 1).double())], "gaussian")
-    curvature = accumulate(net, labelled_batches(net, [(x, torch.zeros(12, 1).double())]), "gaussian")
+    curvature = sum_curvature(net, labelled_batches(net, [(x, torch.zeros(12, 1).double())]), "gaussian")
     given = [s / fit.noise**2 for block in curvature.blocks for s in block.spectrum()]
     gamma = sum(float((s / (s + p)).sum()) for s, p in zip(given, fit.prior_precision.values(), strict=True))
     assert sum(map(len, given)) > 12 and gamma < 12

@@ -26,7 +26,7 @@ from slimbayes.layers import bayes_class
 from slimbayes.posteriors.configs.base import Config
 from slimbayes.posteriors.k_tied import KTiedPosterior
 from slimbayes.posteriors.target_layers import chosen_layers
-from slimbayes.prediction.accumulate import Accumulator
+from slimbayes.prediction.averages import Accumulator
 from slimbayes.prediction.stacking import stack
 
 FORMS = ("average", "mixture", "probs", "logits")

@@ -15,7 +15,7 @@ from scipy import optimize, special, stats
 from torch import Tensor, nn
 
 import slimbayes as sb
-from slimbayes.prediction.accumulate import Accumulator
+from slimbayes.prediction.averages import Accumulator
 from slimbayes.train.heteroscedastic import noise_scale
 
 S, K, N, C = 12, 3, 40, 4

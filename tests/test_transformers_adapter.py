@@ -226,7 +226,7 @@ def test_labels_of_causal_models_are_those_of_the_next_token() -> None:
     walked = sb.bayesianize(gpt(), sb.Rank1(members=2, posterior="point", mean_init=sb.Point(1.0)))
     density = Density(walked, [batch], "categorical", 0.0, sb.Normal(1.0, 0.1), 1.0)
     assert density.size == kept
-    torch.testing.assert_close(density.whole() - density.log_prior(), torch.full((2,), wanted), rtol=1e-5, atol=0)
+    torch.testing.assert_close(density.of_all() - density.log_prior(), torch.full((2,), wanted), rtol=1e-5, atol=0)
 
 
 class Words:

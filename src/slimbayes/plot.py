@@ -21,12 +21,11 @@ from slimbayes.diagnostics.spectra import plot_scales as plot_scales
 from slimbayes.diagnostics.spectra import plot_spectrum as plot_spectrum
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.metrics.functional import calibration, surest_first
-from slimbayes.prediction.accumulate import mixture_below
+from slimbayes.prediction.averages import mixture_below
 from slimbayes.prediction.panels import BLUE, GREY, ORANGE, empty_figure, remove_box
 from slimbayes.prediction.panels import bands as bands
 from slimbayes.prediction.panels import uncertainties as uncertainties
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.train.likelihoods import likelihood_named
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +49,7 @@ def reliability(prediction: Prediction, target: Tensor, bins: int = _BINS) -> Fi
     figure = empty_figure("reliability", 4.4, 4.8)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     upper.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--", label="calibrated")
-    if likelihood_named(prediction.likelihood).discrete:
+    if prediction.discrete:
         found = calibration(prediction, target, bins, drop=0)
         full = found.count > 0
         middles, accuracy = ((found.edges[1:] + found.edges[:-1]) / 2)[full], found.accuracy[full]
@@ -96,9 +95,8 @@ def risk_coverage(prediction: Prediction, target: Tensor) -> Figure:
         >>> len(risk_coverage(p, torch.randint(3, (50,))).axes)
         1
     """
-    discrete = likelihood_named(prediction.likelihood).discrete
-    target = prediction._check_target(target)
-    if discrete:
+    target = prediction.check_target(target)
+    if prediction.discrete:
         loss, sure = (prediction.label != target).flatten().double(), prediction.confidence.flatten()
     else:  # of a row's targets together
         loss = (target.double() - prediction.mean.double()).square().reshape(len(target), -1).mean(-1)
@@ -106,12 +104,12 @@ def risk_coverage(prediction: Prediction, target: Tensor) -> Figure:
     loss = surest_first(sure.cpu(), loss.cpu())[1]
     count = torch.arange(1, len(loss) + 1)
     risk = loss.cumsum(0) / count
-    risk = risk if discrete else risk.sqrt()
+    risk, of = (risk, "error rate") if prediction.discrete else (risk.sqrt(), "RMSE")
     figure = empty_figure("risk_coverage", 4.8, 3.6)
     panel: Any = figure.subplots()
     panel.plot(count / len(loss), risk, color=BLUE, linewidth=1.8, label="surest rows first")
     panel.axhline(float(risk[-1]), color=GREY, linewidth=1, linestyle="--", label="in any order")
-    panel.set(xlabel="coverage: share of rows answered", ylabel="error rate" if discrete else "RMSE", xlim=(0, 1.02))
+    panel.set(xlabel="coverage: share of rows answered", ylabel=of, xlim=(0, 1.02))
     panel.set_ylim(bottom=0)
     panel.legend(frameon=False, fontsize=9)
     remove_box(panel)
@@ -131,7 +129,7 @@ def disagreement(prediction: Prediction) -> Figure:
         raise ValueError(
             "Members can disagree if there are at least two, got 1: take a method with members, as Rank1(members=4)."
         )
-    if likelihood_named(prediction.likelihood).discrete:
+    if prediction.discrete:
         labels, name = members.argmax(-1).flatten(1), "share of rows with different labels"
         apart = torch.stack([(labels != row).double().mean(1) for row in labels])
     else:
@@ -185,8 +183,7 @@ def posterior_scales(model: nn.Module, most: int = 40) -> Figure:
     panel.axvline(1.0, color=GREY, linewidth=1, linestyle="--")
     left_out = "" if len(boxes) <= most else f"; {len(boxes) - most} more are not shown"
     panel.set_xlabel(f"posterior scale / prior scale (dashed: the prior{left_out})")
-    panel.grid(axis="x", linewidth=0.5, alpha=0.4)
-    panel.spines[["top", "right"]].set_visible(False)
+    remove_box(panel, "x")
     return figure
 
 

@@ -24,9 +24,9 @@ from torchmetrics import Metric
 
 from slimbayes import metrics
 from slimbayes.convert.convert import conversions_of
-from slimbayes.inference.curvature import IGNORED
 from slimbayes.lab.execution import seed_everything
-from slimbayes.prediction.predict import predict, select
+from slimbayes.prediction.batches import IGNORED
+from slimbayes.prediction.predict import find_output, predict
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import sample
 from slimbayes.train import schedules
@@ -97,7 +97,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         conversions_of(model)  # says what to do if it is not converted
-        self.means = likelihood_named(likelihood)
+        self.meaning = likelihood_named(likelihood)
         if not num_data > 0:
             raise ValueError(f"num_data must be the size of the training set, at least 1, got {num_data!r}.")
         self.model, self.num_data, self.likelihood = model, num_data, likelihood
@@ -108,7 +108,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         self.scores = nn.ModuleDict({stage: nn.ModuleDict(self._metrics()) for stage in ("val", "test")})
 
     def _metrics(self) -> dict[str, nn.Module]:
-        if self.means.discrete:
+        if self.meaning.discrete:
             found = {"nll": metrics.NLL(), "accuracy": metrics.Accuracy()}
             return {**found, "brier": metrics.Brier(), "ece": metrics.ECE(), "soft": metrics.SoftLabelNLL()}
         return {"rmse": metrics.RMSE(), "lpd": metrics.LPD(), "crps": metrics.CRPS()}
@@ -121,7 +121,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
 
     def terms(self, x: Any, y: Tensor, kl_weight: float = 1.0) -> ELBO:
         """Loss, nll and kl of a batch."""
-        nll = self.means.nll(select(self(x), None), y, self.form, self.noise)
+        nll = self.meaning.nll(find_output(self(x)), y, self.form, self.noise)
         return elbo(nll, self.model, self.num_data, kl_weight, temperature=self.temperature)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -166,7 +166,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         return self._predict(batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch)
 
     def _predict(self, x: Any) -> Prediction:
-        scale = 0.0 if self.means.discrete else self.noise
+        scale = 0.0 if self.meaning.discrete else self.noise
         inputs = tuple(x) if isinstance(x, list) else x
         return predict(self.model, inputs, draws=self.predict_draws, likelihood=self.likelihood, scale=scale)
 

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, Trainer
 from slimbayes.convert.checkpoint import save
 from slimbayes.convert.convert import conversions_of
 from slimbayes.engine.noise import Seed
-from slimbayes.inference.curvature import IGNORED, align_labels, loss_facts, without_labels
+from slimbayes.prediction.batches import IGNORED, LossKind, align_labels, base_model, loss_kind, without_labels
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train import schedules
@@ -68,13 +68,13 @@ class BayesTrainer(Trainer):
         self.kl_schedule = kl_schedule or schedules.constant()
         self.kept_metrics = self.compute_metrics
         self.compute_metrics = self._scores
-        self.facts: tuple[bool, bool] | None = None
+        self.found_loss: LossKind | None = None
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         size = self._targets(inputs)
-        if self.compute_loss_func or self.label_smoother or not self._facts(inputs)[1]:
+        if self.compute_loss_func or self.label_smoother or self._loss_kind(inputs) != "cross-entropy":
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch=num_items_in_batch)
         else:
             # Without labels outputs hold rows alone, so that each has a draw of its own; with a loss all have one.
@@ -91,13 +91,13 @@ class BayesTrainer(Trainer):
             loss = loss + (self.kl_schedule(self.state.global_step) * divergence).to(loss.device) / parts
         return (loss, outputs) if return_outputs else loss
 
-    def _facts(self, inputs: Any) -> tuple[bool, bool]:
-        """What `loss_facts` finds, once; nothing of it for targets that are no classes."""
+    def _loss_kind(self, inputs: Any) -> LossKind:
+        """What the model's own loss is, looked at once for labels that may be classes."""
         if not isinstance(inputs.get("labels"), Tensor) or inputs["labels"].is_floating_point():
-            return False, False
-        if self.facts is None:
-            self.facts = loss_facts(self.accelerator.unwrap_model(self.model), inputs)
-        return self.facts
+            return "other"
+        if self.found_loss is None:
+            self.found_loss = loss_kind(self.accelerator.unwrap_model(self.model), inputs)
+        return self.found_loss
 
     def _nll(self, model: nn.Module, logits: Tensor, labels: Tensor, num_items: Any) -> Tensor:
         """Mean over a batch's targets, or its share of the mean over those of the whole optimizer step; 0 of none."""
@@ -143,7 +143,7 @@ class BayesTrainer(Trainer):
     ) -> Any:
         """Loss, logs of averaged probabilities and labels; targets that are no classes are left to the Trainer."""
         inputs = self._prepare_inputs(inputs)
-        if not self._facts(inputs)[0]:
+        if self._loss_kind(inputs) == "other":
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inner = self.accelerator.unwrap_model(model)
         rest, labels = without_labels(inner, inputs)
@@ -157,7 +157,7 @@ class BayesTrainer(Trainer):
     def _scores(self, found: Any) -> dict[str, float]:
         """NLL, ECE and accuracy of classes, and what the user's own function says."""
         out: dict[str, float] = {}
-        if self.facts is not None and self.facts[0]:
+        if self.found_loss not in (None, "other"):
             from slimbayes import metrics
 
             logs, labels = torch.as_tensor(found.predictions), torch.as_tensor(found.label_ids)
@@ -284,8 +284,7 @@ def generate(
 def _continued(model: Any, seen: Tensor, sequences: Tensor) -> dict[str, Tensor]:
     """Prompts and what follows as one input, with positions as they were generated: padding does not count."""
     mask = nn.functional.pad(seen, (0, sequences.shape[1] - seen.shape[1]), value=1)
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    placed = "position_ids" in inspect.signature(inner.forward).parameters
+    placed = "position_ids" in inspect.signature(base_model(model).forward).parameters
     where = {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)} if placed else {}
     return {"input_ids": sequences, "attention_mask": mask} | where
 

@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 
 from slimbayes.engine.noise import Seed, key, seed_of
+from slimbayes.prediction.averages import check_level
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.train.likelihoods import likelihood_named
 
 Kind = Literal["adaptive", "threshold", "scaled", "absolute"]
 _KINDS = {True: ("adaptive", "threshold"), False: ("scaled", "absolute")}
@@ -80,7 +80,7 @@ class Conformal:
                 "absolute"; see above.
             seed: for the random part of "adaptive".
         """
-        _need_level(level)
+        check_level(level)
         kind = _kind_of(prediction, kind)
         found = _target_scores(prediction, target, kind, seed)
         n = len(found)
@@ -134,7 +134,7 @@ class CVPlus:
         seed: Seed = 0,
     ) -> "CVPlus":
         """From each fold's rows as the model trained without them predicts them, and their targets."""
-        _need_level(level)
+        check_level(level)
         if len(predictions) != len(targets) or len(targets) < 2:
             got = f"{len(predictions)} predictions and {len(targets)} targets"
             raise ValueError(f"CVPlus needs a prediction and targets for each of at least two folds, got {got}.")
@@ -184,7 +184,7 @@ class CVPlus:
 
 def _kind_of(prediction: Prediction, kind: Kind | None) -> Kind:
     """The kind of score, by default the first that fits a prediction."""
-    kinds = _KINDS[likelihood_named(prediction.likelihood).discrete]
+    kinds = _KINDS[prediction.discrete]
     if kind is not None and kind not in kinds:
         raise ValueError(
             f"kind must be {kinds[0]!r} or {kinds[1]!r} for {prediction.likelihood} targets, got {kind!r}."
@@ -230,14 +230,9 @@ def _centre_and_width(prediction: Prediction, kind: Kind) -> tuple[Tensor, Tenso
 def _target_scores(prediction: Prediction, target: Tensor, kind: Kind, seed: Seed) -> Tensor:
     """The score of each row's own target, (N, ...)."""
     if _is_discrete(kind):
-        prediction.log_prob(target)  # refuses what is no label of these rows
-        return _class_scores(prediction, kind, seed).gather(-1, target.long()[:, None])[:, 0]
+        label = prediction.check_target(target).long()
+        return _class_scores(prediction, kind, seed).gather(-1, label[:, None])[:, 0]
     centre, width = _centre_and_width(prediction, kind)
     if target.shape != centre.shape or not bool(target.isfinite().all()):
         raise ValueError(f"Finite targets of shape {tuple(centre.shape)} are needed, got {tuple(target.shape)}.")
     return (target.double() - centre).abs() / width
-
-
-def _need_level(level: float) -> None:
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie strictly between 0 and 1, got {level!r}.")

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from slimbayes.errors import SlimbayesWarning
-from slimbayes.prediction.accumulate import along_draws, log_mean
+from slimbayes.prediction.averages import member_mean
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.train.likelihoods import entropy, likelihood_named
+from slimbayes.train.likelihoods import entropy
 
 _LOWEST, _HIGHEST = 1e-2, 1e2
 
@@ -100,8 +100,7 @@ def _tempered(prediction: Prediction, temperature: float) -> Prediction:
     draws = prediction.by_draw
     if draws is None:
         raise ValueError("A temperature changes every draw; call predict(..., keep_samples=True).")
-    members = len(prediction.by_member)
-    if not likelihood_named(prediction.likelihood).discrete:
+    if not prediction.discrete:
         square = temperature**2
         return replace(
             prediction,
@@ -112,18 +111,15 @@ def _tempered(prediction: Prediction, temperature: float) -> Prediction:
             epistemic=square * prediction.epistemic,
         )
     logs = (draws / temperature).log_softmax(-1)
-    by_member = log_mean(logs.unflatten(0, (-1, members)))
-    shares = prediction.weights
 
     def mean_entropy(of: Tensor) -> Tensor:
-        each = entropy(of).unflatten(0, (-1, members)).mean(0)
-        return each.mean(0) if shares is None else (along_draws(shares.to(each), each) * each).sum(0)
+        each = entropy(of).unflatten(0, (-1, len(prediction.by_member))).mean(0)
+        return member_mean(each, prediction.weights)
 
     aleatoric = mean_entropy(logs)
     if prediction.distance is not None:  # what distance added to the draws' entropy is no noise: its share stays
         aleatoric = aleatoric * (prediction.aleatoric / mean_entropy(draws)).nan_to_num(1.0).clamp(0, 1)
-    epistemic = (entropy(log_mean(by_member, shares)) - aleatoric).clamp_min(0)
-    return replace(prediction, by_draw=logs, by_member=by_member, aleatoric=aleatoric, epistemic=epistemic)
+    return prediction.with_logs(logs, aleatoric)
 
 
 By = Literal["confidence", "total", "aleatoric", "epistemic", "distance"]
@@ -175,9 +171,8 @@ class Abstention:
         """
         if not (0 < risk < 1 and 0 < delta < 1):
             raise ValueError(f"risk and delta must lie strictly between 0 and 1, got {risk!r} and {delta!r}.")
-        discrete = likelihood_named(prediction.likelihood).discrete
-        by = by or ("confidence" if discrete else "total")
-        wrong = _wrong(prediction, target, tolerance, discrete)
+        by = by or ("confidence" if prediction.discrete else "total")
+        wrong = _wrong(prediction, target, tolerance)
         score, order = _score(prediction, by).sort(descending=True, stable=True)
         errors = wrong[order].double().cumsum(0)
         n, best = len(score), 0
@@ -208,9 +203,9 @@ def _score(prediction: Prediction, by: By) -> Tensor:
     return found if by == "confidence" else -found
 
 
-def _wrong(prediction: Prediction, target: Tensor, tolerance: float | None, discrete: bool) -> Tensor:
-    if discrete:
-        prediction.log_prob(target)  # refuses what is no label of these rows
+def _wrong(prediction: Prediction, target: Tensor, tolerance: float | None) -> Tensor:
+    if prediction.discrete:
+        target = prediction.check_target(target)
         if target.dim() != 1:
             raise ValueError(f"One class for each row is needed, got targets of shape {tuple(target.shape)}.")
         return prediction.label != target

@@ -83,8 +83,7 @@ class Check:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with the warnings."""
         shape = None if self.k_hat is None else self.k_hat.k
-        names = ("nll", "kl", "kl_weight", "elements", "at_prior", "collapsed", "label_changes", "k_hat_note")
-        return {name: getattr(self, name) for name in names} | {"k_hat": shape, "warnings": self.warnings}
+        return vars(self) | {"k_hat": shape, "warnings": self.warnings}
 
     def __str__(self) -> str:
         return "\n".join(lines(self.to_dict()))
@@ -138,8 +137,8 @@ def check(
         (12, 1.0, True)
     """
     with evaluating(model):
-        total, judge = num_data or len(x), likelihood_named(likelihood)
-        nll = float(judge.nll(_outputs(model, x).float(), y, "average", noise))
+        total, meaning = num_data or len(x), likelihood_named(likelihood)
+        nll = float(meaning.nll(_outputs(model, x).float(), y, "average", noise))
         shares = _shares(model)
         shape, note = _k_hat(model, x, y, likelihood, noise, total, shares[0])
         changes = _label_changes(model, x if unseen is None else unseen, likelihood)
@@ -173,11 +172,11 @@ def _label_changes(model: nn.Module, x: Tensor, likelihood: LikelihoodName) -> f
 def _k_hat(
     model: nn.Module, x: Tensor, y: Tensor, likelihood: LikelihoodName, noise: float | Tensor, total: int, elements: int
 ) -> tuple[KHat | None, str]:
-    judge = likelihood_named(likelihood)
+    meaning = likelihood_named(likelihood)
 
     def log_likelihood(held: nn.Module) -> Tensor:
         outputs = sample(held, x).float()
-        return -total * torch.stack([judge.nll(one[None], y, "average", noise) for one in outputs]).double()
+        return -total * torch.stack([meaning.nll(one[None], y, "average", noise) for one in outputs]).double()
 
     if not posteriors_of(model):
         return None, "there is no posterior"

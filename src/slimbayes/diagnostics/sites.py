@@ -5,7 +5,7 @@ Sizes: m x n the matrix view of a weight, inputs (times the kernel's size) by ou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,11 @@ def layer_of(weight: str) -> str:
     'encoder.fc1'
     """
     return weight.rpartition(".")[0]
+
+
+def weights_of(name: str, weights: Collection[str]) -> list[str]:
+    """The weight of this name, or all of the layer of this name."""
+    return [name] if name in weights else [weight for weight in weights if layer_of(weight) == name]
 
 
 @torch.no_grad()

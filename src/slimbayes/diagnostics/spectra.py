@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from slimbayes.convert.convert import Model
 from slimbayes.convert.plan import Selection
-from slimbayes.diagnostics.sites import gaussian_sites, layer_of, set_scales
+from slimbayes.diagnostics.sites import gaussian_sites, layer_of, set_scales, weights_of
 from slimbayes.errors import did_you_mean
 from slimbayes.posteriors.configs.base import check_choice, check_count
-from slimbayes.prediction.panels import empty_figure, remove_box
+from slimbayes.prediction.panels import BLUE, ORANGE, empty_figure, legend_above, remove_box
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,12 +79,11 @@ class Spectrum:
 
     def __getitem__(self, name: str) -> SiteSpectrum:
         """The spectrum of one weight, by its name or, if it is the layer's only one, the layer's."""
-        of_layer = [s for s in self.sites if s.name.rpartition(".")[0] == name]
-        found = [s for s in self.sites if s.name == name] or of_layer
+        sites = {s.name: s for s in self.sites}
+        found = weights_of(name, sites)
         if len(found) != 1:
-            known = [s.name for s in self.sites]
-            raise KeyError(f"{name!r} names {len(found)} weights of this spectrum{did_you_mean(name, known)}")
-        return found[0]
+            raise KeyError(f"{name!r} names {len(found)} weights of this spectrum{did_you_mean(name, sites)}")
+        return sites[found[0]]
 
     def __str__(self) -> str:
         shapes = [f"{s.shape[0]} x {s.shape[1]}" for s in self.sites]
@@ -182,8 +181,8 @@ def low_rank(matrix: Tensor, rank: int) -> Tensor:
 
 
 _LINES: tuple[tuple[Of, str, str, str], ...] = (
-    ("means", "posterior means", "#0072B2", "o"),
-    ("scales", "posterior standard deviations", "#D55E00", "s"),
+    ("means", "posterior means", BLUE, "o"),
+    ("scales", "posterior standard deviations", ORANGE, "s"),
 )
 
 
@@ -204,7 +203,7 @@ def plot_scales(model: nn.Module, layer: str) -> Figure:
         4
     """
     sites = gaussian_sites(model)
-    found = [layer] if layer in sites else [name for name in sites if layer_of(name) == layer]
+    found = weights_of(layer, sites)
     if len(found) != 1:
         problem = "has several weights; name one" if found else "has no Gaussian posterior or is not there"
         raise ValueError(f"layer={layer!r} {problem}{did_you_mean(layer, found or sites)}")
@@ -266,6 +265,5 @@ def plot_spectrum(model: nn.Module, count: int = 10, include: Selection = None, 
         panel.remove()
     for row in panels:
         row[0].set_ylabel("fraction of variance")
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False, fontsize=10)
+    legend_above(figure, panels[0, 0])
     return figure

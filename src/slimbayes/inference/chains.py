@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import bayesianize, conversions_of, debayesianize, restate
+from slimbayes.convert.convert import bayesianize, debayesianize, restate
 from slimbayes.convert.plan import Selection
 from slimbayes.distributions.families import Distribution, Normal, Point
 from slimbayes.engine import passes
 from slimbayes.engine.locate import unwrapped
 from slimbayes.engine.noise import Seed, key, seed_of
-from slimbayes.engine.state import copy_modules
 from slimbayes.inference.density import HMC, Density, Loss, langevin, normals
-from slimbayes.inference.means import member_factors, set_factors
+from slimbayes.inference.means import Factors, plain_model, set_factors
 from slimbayes.posteriors.configs.base import check_choice, check_count, check_whole
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.posteriors.factors import Drawn
@@ -34,6 +33,7 @@ from slimbayes.train.elbo import check_finite
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
 Method = Literal["sghmc", "sgld", "cyclical", "hmc"]
+Named = Mapping[str, float]
 _METHODS = ("sghmc", "sgld", "cyclical", "hmc")
 _MOST = 4096  # states that a model may hold as members
 
@@ -127,10 +127,9 @@ def sample_posterior(
         (torch.Size([2, 3, 23]), torch.Size([6, 5, 3]))
     """
     likelihood_named(likelihood)
-    _check(
-        model, method, burn_in, base_lr, friction, step_size=step_size, temperature=temperature, noise=noise,
-        chains=chains, draws=draws, thin=thin, cycles=cycles, leapfrog=leapfrog,
-    )  # fmt: skip
+    counts = {"chains": chains, "draws": draws, "thin": thin, "cycles": cycles, "leapfrog": leapfrog}
+    positive = {"step_size": step_size, "temperature": temperature, "noise": noise}
+    _check(model, method, counts, positive, burn_in, base_lr, friction)
     if chains * draws > _MOST:
         raise ValueError(
             f"sample_posterior: {chains} chains of {draws} draws are more members than a model holds ({_MOST:,}). Keep "
@@ -138,15 +137,12 @@ def sample_posterior(
         )
     given, model = model, unwrapped(model)
     check_finite(model)
-    plain = not passes.posteriors_of(model)
-    means = {} if plain else member_factors(model)
-    said = [] if plain else conversions_of(model)
+    work, means, said = plain_model(model, copy=bool(base_lr))
     if means and (include is not None or exclude is not None):
         raise ValueError("sample_posterior: include and exclude choose layers of a plain model; this one's are set.")
     first = next(iter(passes.posteriors_of(model)), None)
     known = first.prior_of_factors if isinstance(first, Rank1Posterior) else None
     prior = prior or known or Normal(1.0, 0.1)
-    work = copy_modules(model) if not plain or base_lr else model
     generator = torch.Generator().manual_seed(key(seed_of(seed), "chains"))
     try:
         _begin(work, means, chains, include, exclude, generator)
@@ -158,12 +154,11 @@ def sample_posterior(
             _judge(sampler, chains)
             step_size, acceptance = sampler.step_size, sampler.accepted / sampler.paths
         else:
-            counts, acceptance = (burn_in, draws, thin, cycles), 1.0
-            kept = list(langevin(density, method, step_size, friction, *counts, base_lr, generator))
+            steps, acceptance = (burn_in, draws, thin, cycles), 1.0
+            kept = list(langevin(density, method, step_size, friction, *steps, base_lr, generator))
         found = _states(work, kept)
     except BaseException:
-        if plain:
-            debayesianize(model)
+        debayesianize(work)
         raise
     debayesianize(model)
     if work is not model:
@@ -176,15 +171,17 @@ def sample_posterior(
     return Chains(given, states, torch.stack([value for _, value in kept], 1), acceptance, step_size)
 
 
-def _check(model: nn.Module, method: str, burn_in: int, base_lr: float, friction: float, **others: Any) -> None:
-    """Refuse what chains cannot run with; `others` are counts, whole numbers, and positive numbers."""
+def _check(
+    model: nn.Module, method: str, counts: Named, positive: Named, burn_in: int, base_lr: float, friction: float
+) -> None:
+    """Refuse what chains cannot run with."""
     check_choice("sample_posterior", "method", method, _METHODS)
     if any(m.training for m in model.modules()):
         raise ValueError("sample_posterior needs the network as it predicts: call model.eval() first.")
-    for name in ("chains", "draws", "thin", "cycles", "leapfrog"):
-        check_count("sample_posterior", name, others.pop(name), most=None)
+    for name, count in counts.items():
+        check_count("sample_posterior", name, count, most=None)
     check_whole("sample_posterior", "burn_in", burn_in)
-    for name, value in others.items():
+    for name, value in positive.items():
         if not 0 < value < math.inf:
             raise ValueError(f"sample_posterior: {name} must be positive and finite, got {value!r}.")
     if not 0 < friction <= 1:
@@ -198,15 +195,9 @@ def _check(model: nn.Module, method: str, burn_in: int, base_lr: float, friction
 
 @torch.no_grad()
 def _begin(
-    model: nn.Module,
-    means: dict[str, dict[str, Drawn]],
-    chains: int,
-    include: Selection,
-    exclude: Selection,
-    generator: torch.Generator,
+    model: nn.Module, means: Factors, chains: int, include: Selection, exclude: Selection, generator: torch.Generator
 ) -> None:
     """One member for each chain: at the means of a converted model's members by turns, else near one."""
-    debayesianize(model)
     config = Rank1(members=chains, posterior="point", mean_init=Point(1.0), clip=None, draws="member")
     if not means:
         bayesianize(model, config, include=include, exclude=exclude)
@@ -237,11 +228,11 @@ def _judge(sampler: HMC, chains: int) -> None:
         )
 
 
-def _states(model: nn.Module, kept: list[tuple[list[Tensor], Tensor]]) -> dict[str, dict[str, Drawn]]:
+def _states(model: nn.Module, kept: list[tuple[list[Tensor], Tensor]]) -> Factors:
     """Factors (S K, ...) of every site, by layer, with the biases that its chains had."""
     posteriors: list[Any] = passes.posteriors_of(model)
     names = {id(layer): name for name, layer in model.named_modules()}
-    out: dict[str, dict[str, Drawn]] = {}
+    out: Factors = {}
     for i, p in enumerate(posteriors):
         r, s = (torch.cat([factors[2 * i + j] for factors, _ in kept]) for j in (0, 1))
         bias = None if p.bias is None else nn.functional.pad(p.bias.detach(), (0, 0, 1, 0)).repeat(len(kept), 1)

@@ -1,30 +1,135 @@
-"""The generalised Gauss-Newton matrix of each joint posterior's numbers, summed over a data set in one pass.
+"""The generalised Gauss-Newton matrix of each joint posterior's numbers, summed over a data set in one pass; and the
+covariances that follow from it.
 
     H = sum over rows J^T F J       J: derivatives of a row's outputs;  F: the likelihood's information about them
 
-Sizes: K members, D numbers of one posterior, B rows.
+H of a posterior's numbers is a diagonal, a matrix, or for a layer's weights W (n outputs x m inputs and a one for the
+bias) a Kronecker product of two small ones (Martens and Grosse 2015; over positions as KFAC-reduce, Eschenhagen et al.
+2023):
+
+    H ~ G (x) A / N,    A = sum over rows of a a^T,  G = sum over rows and directions of g g^T
+
+a is a row's input to the layer, averaged over its positions, g the derivative of its outputs, summed over them. It is
+exact for one row, and where g g^T is the same for all rows, as in a linear model of Gaussian targets.
+
+Sizes: K members, D numbers of one posterior, B rows, N rows of all batches.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slimbayes.engine.sharing import evaluating
-from slimbayes.inference.evidence import Product, Single
 from slimbayes.inference.linearised import MOST_ROOTS, joints_of, rows_at_means
-from slimbayes.prediction.batches import call_batch
+from slimbayes.posteriors.joint_normal import ROUNDING
+from slimbayes.prediction.batches import IGNORED
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.prediction.sample import frozen, sample
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
-IGNORED = -100  # a target that does not count
 NO_TARGETS = "laplace was given no targets: the loader is empty, or all of them are -100."
+
+
+def triangular(values: Tensor, vectors: Tensor, precision: float) -> Tensor:
+    """Cholesky factor of (H + lambda)^-1 (D, D) from eigenvalues (D,) and eigenvectors (D, D) of H."""
+    half = vectors * (values.clamp_min(0) + precision).rsqrt()
+    # A triangular root of half half^T from a QR, which keeps the digits that forming the product would lose.
+    root = torch.linalg.qr(half.mT).R.mT
+    return root * root.diagonal().sign()
+
+
+class SiteCurvature:
+    """The curvature of one posterior's numbers: diagonals (K, D), or whole matrices (K, D, D)."""
+
+    _found: tuple[Tensor, Tensor] | None = None
+
+    def __init__(self, posterior: Any) -> None:
+        shape = (posterior.members, *[posterior.size] * (2 if posterior.correlated else 1))
+        self.posterior, self.values = posterior, torch.zeros(shape, dtype=torch.float64, device=posterior.device)
+
+    def add_derivatives(self, lines: Tensor, member: int) -> None:
+        """Derivatives (B, D) of rows along one direction of their outputs; of a layer's outputs (B, n) in a product."""
+        lines = lines.double()
+        self.values[member] += lines.square().sum(0) if self.values.dim() == 2 else lines.mT @ lines
+
+    def add_inputs(self, inputs: Tensor | None, kept: Tensor) -> None:
+        """Inputs (B, m) of a layer, once for each batch, and how much rows count (B,)."""
+
+    def _eigen(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues (K, D), the least first, and eigenvectors (K, D, D)."""
+        if self._found is None:
+            values, vectors = torch.linalg.eigh(self.values)
+            self._found = values.clamp_min(0), vectors
+        return self._found
+
+    def spectrum(self) -> Tensor:
+        """Eigenvalues (K, D)."""
+        return self.values if self.values.dim() == 2 else self._eigen()[0]
+
+    def finite(self) -> bool:
+        return bool(self.values.isfinite().all())
+
+    def directions(self, scale: float, precision: float) -> int | None:
+        """How many directions tell the covariance (H / scale + precision)^-1 from the prior's, all members' alike; None
+        if so many that they take more room than the covariance.
+        """
+        p = self.posterior
+        if not (p.correlated and p.rounded and p.dtype == torch.float32):
+            return None
+        # Standard deviations fall short of the prior's by a factor of sqrt(1 + e / precision).
+        shares = self._eigen()[0] / (scale * precision)
+        count = int((shares > (1 + ROUNDING) ** 2 - 1).sum(1).max())
+        # Of what is 1e-4 of the prior's, float32 has three digits left in 1 - V V^T.
+        return count if 2 * count < p.size - 1 and float(shares.max()) < 1e8 else None
+
+    def fit(self, scale: float, precision: float, directions: int | None = None) -> None:
+        """Give the posterior that covariance, by so many directions or whole."""
+        if self.values.dim() == 2:
+            self.posterior.set_root((self.values / scale + precision).rsqrt())
+            return
+        values, vectors = self._eigen()
+        if directions is None:
+            pairs = zip(values / scale, vectors, strict=True)
+            self.posterior.set_root(torch.stack([triangular(e, v, precision) for e, v in pairs]))
+            return
+        first = values.shape[1] - directions
+        narrower = 1 - (1 + values[:, first:] / (scale * precision)).rsqrt()
+        self.posterior.set_directions(precision**-0.5, vectors[:, :, first:] * narrower.sqrt().unsqueeze(1))
+
+
+class KroneckerCurvature(SiteCurvature):
+    """G (n, n) and A (m, m), or (m + 1, m + 1) with a bias."""
+
+    def __init__(self, posterior: Any) -> None:
+        self.posterior, self.rows = posterior, 0.0
+        self.left, self.right = (torch.zeros_like(basis, dtype=torch.float64) for basis in posterior.bases())
+
+    def add_derivatives(self, lines: Tensor, member: int) -> None:
+        self.left += lines.double().mT @ lines.double()
+
+    def add_inputs(self, inputs: Tensor | None, kept: Tensor) -> None:
+        assert inputs is not None
+        lines = inputs.double() * kept.double().sqrt().unsqueeze(1)
+        self.right += lines.mT @ lines
+        self.rows += float(kept.sum())
+
+    def _eigen(self) -> tuple[Any, Any]:
+        """Eigenvalues (n, m), and eigenvectors of both sides."""
+        (left, u), (right, v) = (torch.linalg.eigh(side) for side in (self.left, self.right))
+        return torch.outer(left.clamp_min(0), right.clamp_min(0)) / max(self.rows, 1.0), (u, v)
+
+    def spectrum(self) -> Tensor:
+        return self._eigen()[0].flatten().unsqueeze(0)
+
+    def finite(self) -> bool:
+        return bool(self.left.isfinite().all() and self.right.isfinite().all())
+
+    def fit(self, scale: float, precision: float, directions: int | None = None) -> None:
+        values, sides = self._eigen()
+        self.posterior.set_bases(*sides, (values / scale + precision).rsqrt())
 
 
 @dataclass
@@ -37,100 +142,12 @@ class Curvature:
         targets: how many there were.
     """
 
-    blocks: list[Single] = field(default_factory=list)
+    blocks: list[SiteCurvature] = field(default_factory=list)
     log_likelihood: float = 0.0
     targets: int = 0
 
 
-def is_causal(model: nn.Module) -> bool:
-    """Whether a model of transformers tells each next token, by the names of its classes; peft's wrap another model."""
-    return any("CausalLM" in c.__name__ or "LMHead" in c.__name__ for c in type(_base(model)).__mro__)
-
-
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def without_labels(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """What a model takes besides labels, and those. A model of transformers that reads one sequence and tells another
-    makes the latter's start of them.
-    """
-    rest, target = dict(batch), None
-    for name in ("labels", "label"):
-        target = rest.pop(name, None) if target is None else target
-    start: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    decodes = start is not None and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if decodes and isinstance(target, Tensor) and target.dim() > 1 and "decoder_input_ids" not in rest:
-        rest["decoder_input_ids"] = start(target)
-    return rest, target
-
-
-def align_labels(model: nn.Module, values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """What tells each label (B, ..., C), and the label: of causal language models each token tells the next."""
-    causal = labels.dim() > 1 and is_causal(model)
-    return (values[:, :-1], labels[:, 1:]) if causal else (values, labels)
-
-
-def loss_facts(model: nn.Module, batch: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether labels are a class for each line of logits, and whether the loss that a model of transformers gives is
-    their cross-entropy: it may weigh classes, add a term, or mean something else.
-    """
-    with torch.no_grad(), evaluating(model), frozen(model, seed=0):
-        own = sample(model, fold=False, **batch).get("loss")
-        logits = sample(model, fold=False, **without_labels(model, batch)[0])["logits"][0]
-    logits, labels = align_labels(model, logits, batch["labels"])
-    if logits.shape[:-1] != labels.shape or logits.shape[-1] == 1:
-        return False, False
-    if own is None:
-        return True, True
-    # A loss somebody wrote may weigh what one batch does not show.
-    stock = type(_base(model)).__module__.startswith("transformers.") and not hasattr(_base(model), "_loss_function")
-    ours = nn.functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED)
-    return True, stock and torch.allclose(own[0].float(), ours, rtol=1e-4)
-
-
-def _fits(accepted: inspect.Signature, args: Iterable[Any]) -> bool:
-    """Whether a forward takes these one by one, and not as one."""
-    try:
-        accepted.bind(*args)
-    except TypeError:
-        return False
-    return True
-
-
-def labelled_batches(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
-    """Batches as arguments, keyword arguments and targets, on the model's device; refuses batches without targets."""
-    first, accepted = next(model.parameters()), inspect.signature(model.forward)
-    for number, batch in enumerate(loader):
-        if isinstance(batch, Mapping):
-            rest, target = without_labels(model, batch)
-            if target is not None and is_causal(model) and target.dim() > 1:  # transformers' labels are the inputs
-                target = nn.functional.pad(target[:, 1:], (0, 1), value=IGNORED)
-            args, kwargs = call_batch(model, rest)
-        elif isinstance(batch, (tuple, list)) and len(batch) > 1:
-            nested = len(batch) == 2 and isinstance(batch[0], (tuple, list)) and _fits(accepted, batch[0])
-            inputs = batch[0] if nested else batch[:-1]
-            args, kwargs = call_batch(model, inputs, len(inputs))
-            target = batch[-1]
-        else:
-            target = None
-        if target is None:
-            raise ValueError(
-                f"Batch {number} of the loader is a {type(batch).__name__} without targets: give batches (inputs, "
-                f"targets), or mappings with 'labels'."
-            )
-        try:
-            accepted.bind(*args, **kwargs)
-        except TypeError as error:
-            raise ValueError(
-                f"Batch {number} of the loader does not fit {type(model).__name__}.forward: {error}. The last part of "
-                f"a batch is its targets, all before are inputs; weights of rows are not taken."
-            ) from error
-        inputs = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.to(first.device), (args, dict(kwargs)))
-        yield *inputs, torch.as_tensor(target).to(first.device)
-
-
-def accumulate(
+def sum_curvature(
     model: nn.Module,
     batches: Iterable[tuple[Any, Any, Tensor]],
     likelihood: LikelihoodName,
@@ -143,7 +160,10 @@ def accumulate(
     `scale` is the noise of "gaussian", or the targets' own deviation for "heteroscedastic_gaussian".
     """
     joints = joints_of(model)
-    total, members = Curvature([(Product if p.factored else Single)(p) for p in joints]), joints[0].members
+    total, members = (
+        Curvature([(KroneckerCurvature if p.factored else SiteCurvature)(p) for p in joints]),
+        joints[0].members,
+    )
     for args, kwargs, target in batches:
         for member in range(members):
             for rows in rows_at_means(model, args, kwargs, member, output, factored=True):
@@ -152,9 +172,9 @@ def accumulate(
                 kept = _kept(rows.outputs, part, likelihood).to(rows.outputs.dtype)
                 for root in _roots(rows.outputs.detach(), likelihood, samples, scale):
                     for block, lines in zip(total.blocks, rows.pull(root * kept), strict=True):
-                        block.add(lines, member)
+                        block.add_derivatives(lines, member)
                 for block, inputs in zip(total.blocks, rows.inputs(), strict=True):
-                    block.see(inputs, kept.flatten(1).amax(1) if kept.dim() > 1 else kept)
+                    block.add_inputs(inputs, kept.flatten(1).amax(1) if kept.dim() > 1 else kept)
                 total.log_likelihood += _log_likelihood(rows.outputs, part, likelihood, scale) / members
         total.targets += int(_kept(target, target, likelihood).sum())
     if not total.targets:
@@ -191,8 +211,6 @@ def _kept(outputs: Tensor, target: Tensor, likelihood: LikelihoodName) -> Tensor
 
 def _log_likelihood(outputs: Tensor, target: Tensor, likelihood: LikelihoodName, scale: float) -> float:
     outputs = outputs.detach().double()
-    if likelihood == "bernoulli" and target.shape == outputs.shape and target.dim() > 1 and target.shape[-1] == 1:
-        target = target.squeeze(-1)  # as `bernoulli` takes it and a Prediction does not
     if likelihood_named(likelihood).discrete and bool((target == IGNORED).any()):
         kept = target != IGNORED
         outputs, target = outputs[kept], target[kept]

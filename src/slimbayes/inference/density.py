@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from slimbayes.distributions.families import Distribution
 from slimbayes.engine import passes
-from slimbayes.inference.curvature import IGNORED, labelled_batches
-from slimbayes.prediction.predict import select
+from slimbayes.prediction.batches import IGNORED, labelled_batches
+from slimbayes.prediction.predict import find_output
 from slimbayes.prediction.sample import sample
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 from slimbayes.train.targets import check_labels, check_real, check_shares
@@ -71,7 +71,7 @@ class Density:
                 (check_shares if likelihood_named(self.likelihood).discrete else check_real)(target)
             elif classes is None:
                 with torch.no_grad():
-                    outputs = select(sample(self.model, *args, **kwargs), self.output)
+                    outputs = find_output(sample(self.model, *args, **kwargs), self.output)
                 classes = outputs.shape[-1] if outputs.shape[1:-1] == target.shape else 2**62
             if classes is not None:
                 check_labels(target, classes, IGNORED)
@@ -93,24 +93,23 @@ class Density:
     def log_prior(self) -> Tensor:
         return torch.stack([self.prior.log_prob(f).flatten(1).sum(1) for f in self.factors]).sum(0)
 
-    def at(self, batch: Any) -> Tensor:
+    def of_batch(self, batch: Any) -> Tensor:
         """Log density of each chain (K,), estimated from one batch; the batches' mean is that of all data, whatever
         their sizes.
         """
-        losses = self.data(self.model) if callable(self.data) else self._losses(batch) * self.parts
-        return (self.log_prior() - losses) / self.temperature
+        return (self.log_prior() - self._losses(batch) * self.parts) / self.temperature
 
-    def whole(self) -> Tensor:
+    def of_all(self) -> Tensor:
         """Log density of each chain (K,), of all data."""
-        if callable(self.data):
-            return self.at(None)
         losses = [self._losses(batch) for batch in self.batches()]
         return (self.log_prior() - torch.stack(losses).sum(0)) / self.temperature
 
-    def _losses(self, batch: tuple[Any, Any, Tensor]) -> Tensor:
-        """Negative log-likelihood of a batch under each chain, (K,)."""
+    def _losses(self, batch: Any) -> Tensor:
+        """Negative log-likelihood of a batch under each chain, (K,); of a function all data are one."""
+        if callable(self.data):
+            return self.data(self.model)
         args, kwargs, target = batch
-        outputs = select(sample(self.model, *args, **kwargs), self.output)
+        outputs = find_output(sample(self.model, *args, **kwargs), self.output)
         nll = likelihood_named(self.likelihood).nll
         mean = torch.vmap(lambda chain: nll(chain.unsqueeze(0), target, "average", self.noise))(outputs)
         return mean * self._count(target)
@@ -136,7 +135,7 @@ class HMC:
 
     def _value(self) -> tuple[Tensor, list[Tensor]]:
         with torch.enable_grad():
-            value = self.density.whole()
+            value = self.density.of_all()
             return value.detach(), list(torch.autograd.grad(value.sum(), self.density.factors))
 
     @torch.no_grad()
@@ -215,7 +214,7 @@ def langevin(
     for number, (step, noisy, keep) in enumerate(steps):
         moving = base if base_lr and number < burn_in else []
         with torch.enable_grad():
-            value = density.at(next(batches))
+            value = density.of_batch(next(batches))
             slopes = torch.autograd.grad(value.sum(), [*density.factors, *moving], allow_unused=True)
         # At temperature T the slopes are already divided by it, so that steps grow by it and the noise with its root.
         share = density.temperature / density.size

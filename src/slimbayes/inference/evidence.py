@@ -1,5 +1,5 @@
-"""What curvature H says of a Laplace approximation: covariances, its marginal likelihood, and the prior precision and
-noise that make that largest.
+"""What curvature H says of a Laplace approximation: its marginal likelihood, and the prior precision and noise that
+make it largest.
 
     log p(D) = log p(D | mean) - 1/2 sum over layers [lambda |mean - loc|^2 + log det(H + lambda) - D log lambda]
 
@@ -7,16 +7,7 @@ In log lambda it has one maximum, where lambda |mean - loc|^2 = gamma, the numbe
 (MacKay 1992), gamma = sum e / (e + lambda) over eigenvalues e of H. For Gaussian targets H falls with the noise
 variance, whose best value is (sum of squared residuals) / (targets - gamma), with gamma at that noise.
 
-H of a posterior's numbers is a diagonal, a matrix, or for a layer's weights W (n outputs x m inputs and a one for the
-bias) a Kronecker product of two small ones (Martens and Grosse 2015; over positions as KFAC-reduce, Eschenhagen et al.
-2023):
-
-    H ~ G (x) A / N,    A = sum over rows of a a^T,  G = sum over rows and directions of g g^T
-
-a is a row's input to the layer, averaged over its positions, g the derivative of its outputs, summed over them. It is
-exact for one row, and where g g^T is the same for all rows, as in a linear model of Gaussian targets.
-
-Sizes: K members, D numbers of one posterior, B rows, N rows of all batches.
+Sizes: K members, D numbers of one posterior.
 """
 
 from __future__ import annotations
@@ -24,12 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from torch import Tensor
-
-from slimbayes.posteriors.joint_normal import ROUNDING
 
 LARGEST = 1e10  # a prior precision beyond it, or below its inverse, has run away
 
@@ -147,105 +134,3 @@ def _root(falling: Callable[[float], float], low: float, high: float, steps: int
         middle = 0.5 * (low + high)
         low, high = (middle, high) if falling(middle) > 0 else (low, middle)
     return 0.5 * (low + high)
-
-
-def triangular(values: Tensor, vectors: Tensor, precision: float) -> Tensor:
-    """Cholesky factor of (H + lambda)^-1 (D, D) from eigenvalues (D,) and eigenvectors (D, D) of H."""
-    half = vectors * (values.clamp_min(0) + precision).rsqrt()
-    # A triangular root of half half^T from a QR, which keeps the digits that forming the product would lose.
-    root = torch.linalg.qr(half.mT).R.mT
-    return root * root.diagonal().sign()
-
-
-class Single:
-    """The curvature of one posterior's numbers: diagonals (K, D), or whole matrices (K, D, D)."""
-
-    _found: tuple[Tensor, Tensor] | None = None
-
-    def __init__(self, posterior: Any) -> None:
-        shape = (posterior.members, *[posterior.size] * (2 if posterior.correlated else 1))
-        self.posterior, self.values = posterior, torch.zeros(shape, dtype=torch.float64, device=posterior.device)
-
-    def add(self, lines: Tensor, member: int) -> None:
-        """Derivatives (B, D) of rows along one direction of their outputs; of a layer's outputs (B, n) in a product."""
-        lines = lines.double()
-        self.values[member] += lines.square().sum(0) if self.values.dim() == 2 else lines.mT @ lines
-
-    def see(self, inputs: Tensor | None, kept: Tensor) -> None:
-        """Inputs (B, m) of a layer, once for each batch, and how much rows count (B,)."""
-
-    def _eigen(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues (K, D), the least first, and eigenvectors (K, D, D)."""
-        if self._found is None:
-            values, vectors = torch.linalg.eigh(self.values)
-            self._found = values.clamp_min(0), vectors
-        return self._found
-
-    def spectrum(self) -> Tensor:
-        """Eigenvalues (K, D)."""
-        return self.values if self.values.dim() == 2 else self._eigen()[0]
-
-    def finite(self) -> bool:
-        return bool(self.values.isfinite().all())
-
-    def directions(self, scale: float, precision: float) -> int | None:
-        """How many directions tell the covariance (H / scale + precision)^-1 from the prior's, all members' alike; None
-        if so many that they take more room than the covariance.
-        """
-        p = self.posterior
-        if not (p.correlated and p.rounded and p.dtype == torch.float32):
-            return None
-        # Standard deviations fall short of the prior's by a factor of sqrt(1 + e / precision).
-        shares = self._eigen()[0] / (scale * precision)
-        count = int((shares > (1 + ROUNDING) ** 2 - 1).sum(1).max())
-        # Of what is 1e-4 of the prior's, float32 has three digits left in 1 - V V^T.
-        return count if 2 * count < p.size - 1 and float(shares.max()) < 1e8 else None
-
-    def fit(self, scale: float, precision: float, directions: int | None = None) -> None:
-        """Give the posterior that covariance, by so many directions or whole."""
-        if self.values.dim() == 2:
-            self.posterior.set_root((self.values / scale + precision).rsqrt())
-            return
-        values, vectors = self._eigen()
-        if directions is None:
-            pairs = zip(values / scale, vectors, strict=True)
-            self.posterior.set_root(torch.stack([triangular(e, v, precision) for e, v in pairs]))
-            return
-        first = values.shape[1] - directions
-        narrower = 1 - (1 + values[:, first:] / (scale * precision)).rsqrt()
-        self.posterior.set_directions(precision**-0.5, vectors[:, :, first:] * narrower.sqrt().unsqueeze(1))
-
-
-class Product(Single):
-    """G (n, n) and A (m, m), or (m + 1, m + 1) with a bias."""
-
-    def __init__(self, posterior: Any) -> None:
-        self.posterior, self.rows = posterior, 0.0
-        self.left, self.right = (torch.zeros_like(basis, dtype=torch.float64) for basis in posterior.bases())
-
-    def add(self, lines: Tensor, member: int) -> None:
-        self.left += lines.double().mT @ lines.double()
-
-    def see(self, inputs: Tensor | None, kept: Tensor) -> None:
-        assert inputs is not None
-        lines = inputs.double() * kept.double().sqrt().unsqueeze(1)
-        self.right += lines.mT @ lines
-        self.rows += float(kept.sum())
-
-    def _eigen(self) -> tuple[Any, Any]:
-        """Eigenvalues (n, m), and eigenvectors of both sides."""
-        (left, u), (right, v) = (torch.linalg.eigh(side) for side in (self.left, self.right))
-        return torch.outer(left.clamp_min(0), right.clamp_min(0)) / max(self.rows, 1.0), (u, v)
-
-    def spectrum(self) -> Tensor:
-        return self._eigen()[0].flatten().unsqueeze(0)
-
-    def finite(self) -> bool:
-        return bool(self.left.isfinite().all() and self.right.isfinite().all())
-
-    def directions(self, scale: float, precision: float) -> int | None:
-        return None
-
-    def fit(self, scale: float, precision: float, directions: int | None = None) -> None:
-        values, sides = self._eigen()
-        self.posterior.set_bases(*sides, (values / scale + precision).rsqrt())

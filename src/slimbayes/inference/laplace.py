@@ -25,17 +25,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import Conversion, bayesianize, conversions_of, debayesianize, decisions_of, restate
+from slimbayes.convert.convert import Conversion, bayesianize, debayesianize, decisions_of, restate
 from slimbayes.convert.plan import Decision, Selection, plan
 from slimbayes.distributions.families import Normal
 from slimbayes.engine import passes
 from slimbayes.engine.locate import unwrapped
-from slimbayes.engine.state import copy_modules
-from slimbayes.inference.curvature import NO_TARGETS, Curvature, accumulate, labelled_batches
+from slimbayes.inference.curvature import NO_TARGETS, Curvature, sum_curvature
 from slimbayes.inference.evidence import CurvatureSpectrum, maximise
-from slimbayes.inference.means import fit_k_tied, member_factors, set_factors
+from slimbayes.inference.means import fit_k_tied, plain_model, set_factors
 from slimbayes.posteriors.configs.base import check_choice
 from slimbayes.posteriors.configs.rank1 import JointNormal, Over
+from slimbayes.prediction.batches import labelled_batches
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
 Structure = Literal["full", "kronecker", "diagonal", "k-tied"]
@@ -129,13 +129,10 @@ def laplace(
         prior = Normal(1.0, 0.15) if discrete and not weights else "layer"
     start = prior if isinstance(prior, Normal) else Normal(0.0, 1.0)
     numbers: Over = "weights" if weights else over
-    work, means, said = model, {}, []  # a plain model to work on; a converted one is copied, and its means are taken
-    if passes.posteriors_of(model):
-        work, means, said = copy_modules(model), member_factors(model), conversions_of(model)
-        if weights and means:
-            problem = "laplace over weights needs a plain model, but this one has factors"
-            raise ValueError(f"{problem}: call merge(model) first.")
-        debayesianize(work)
+    work, means, said = plain_model(model)
+    if weights and means:
+        problem = "laplace over weights needs a plain model, but this one has factors"
+        raise ValueError(f"{problem}: call merge(model) first.")
     if means and (include is not None or exclude is not None or layers != "all"):
         raise ValueError(
             "laplace: include, exclude and layers choose among a plain model's layers; this one's are set."
@@ -159,7 +156,7 @@ def laplace(
         restate(said, work)
         set_factors(work, means)
         spread = noise if likelihood == "heteroscedastic_gaussian" and noise is not None else 1.0
-        curvature = accumulate(work, batches, likelihood, samples, output, spread)
+        curvature = sum_curvature(work, batches, likelihood, samples, output, spread)
         report = _fit(work, config, curvature, likelihood, prior, noise)
         if structure == "k-tied":
             fit_k_tied(work, rank)

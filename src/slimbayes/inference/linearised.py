@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from slimbayes.posteriors.joint_normal import JointNormalPosterior
 from slimbayes.posteriors.joint_weights import Watched
 from slimbayes.prediction.batches import batches_of, rows_of
 from slimbayes.prediction.checks import check_draws, check_noise_rule
-from slimbayes.prediction.predict import select
+from slimbayes.prediction.predict import find_output
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.elbo import check_finite
 from slimbayes.train.likelihoods import LikelihoodName, entropy, likelihood_named
@@ -78,16 +78,24 @@ def rows_at_means(
     sizes = [p.site.n_out if factored and p.factored else p.size for p in joints]
     layout, dim = layout_of(model, args, kwargs, joints), batch_dim_of(model) or 0
     many = layout.rows((args, kwargs)) if layout.rowwise else rows_of(model, arrays_of((args, kwargs)))
-    start, most = 0, max(1, MOST // sum(sizes))
 
-    def row(i: int, leaf: Any) -> Any:
-        return leaf.narrow(dim, start, 1) if leaf.dim() > dim and leaf.shape[dim] == many else leaf
+    def cut(start: int, count: int) -> Any:
+        """The inputs of some rows, which `layout` must tell apart if they are more than one."""
+
+        def row(i: int, leaf: Any) -> Any:
+            return leaf.narrow(dim, start, 1) if leaf.dim() > dim and leaf.shape[dim] == many else leaf
+
+        if not layout.rowwise:
+            return map_arrays(row, (args, kwargs))
+        part = layout.narrow((args, kwargs), start, count)
+        check_size(model, part, joints, layout)
+        return part
 
     def pick(parameter: Tensor, n: int) -> Tensor:
         return parameter.detach()[member : member + 1].expand(n, *parameter.shape[1:])
 
     @torch.enable_grad()
-    def run(inputs: Any) -> RowDerivatives:
+    def run(inputs: Any, start: int, count: int) -> RowDerivatives:
         new = Pass(count, count, rowwise=False)
         new.layout = layout if count > 1 else None
         mask = inputs[1].get("attention_mask")  # padding must not change what layers of transformers get on average
@@ -103,18 +111,15 @@ def rows_at_means(
         for p, deviation, watch in zip(joints, deviations, watched, strict=True):
             new.put(p.key, Noise(deviation.detach()[:, :0], deviation.detach()[:, :0]))
             new.values[p.key] = watch or p.draws_at(deviation, pick)
-        outputs = select(passes.run(new, model, *inputs[0], **inputs[1]), output)
+        outputs = find_output(passes.run(new, model, *inputs[0], **inputs[1]), output)
         return RowDerivatives(start, outputs, deviations, watched)
 
+    start, most = 0, max(1, MOST // sum(sizes))
     while start < many:
         count = min(most, many - start) if layout.rowwise else 1
-        if layout.rowwise:
-            part = layout.narrow((args, kwargs), start, count)
-            check_size(model, part, joints, layout)
-        else:
-            part = map_arrays(row, (args, kwargs))
+        part = cut(start, count)
         try:
-            yield run(part)
+            yield run(part, start, count)
         except Unproven as error:
             calls.unfold(layout, error)
             continue
@@ -152,7 +157,7 @@ def predict_linearised(
         >>> pred.mean.shape, bool((pred.variance > fit.noise**2).all())
         (torch.Size([7, 1]), True)
     """
-    check_draws("predict_linearised", draws, other=None)
+    check_draws("predict_linearised", draws, also=(None,))
     check_noise_rule(model, likelihood)
     check_finite(model)
     joints, number, parts = joints_of(model), seed_of(seed) if draws else 0, []
@@ -205,21 +210,19 @@ def _prediction(
     outputs: Tensor, spread: Tensor, likelihood: LikelihoodName, scale: float | Tensor, draws: int | None
 ) -> Prediction:
     """Of outputs (K, N, ...), and variances (K, 1, N, ...) or deviations (K, S, N, ...)."""
-    members, means = len(outputs), likelihood_named(likelihood)
+    members, meaning = len(outputs), likelihood_named(likelihood)
     if draws is not None:  # draw j belongs to member j mod K
         drawn = (outputs.unsqueeze(1) + spread).transpose(0, 1).flatten(0, 1)
         return Prediction.from_outputs(drawn, likelihood, members, scale)
     variance = spread.squeeze(1)
-    if means.discrete:
+    if meaning.discrete:
         probit = outputs / (1 + math.pi / 8 * variance).sqrt()
         found = Prediction.from_outputs(probit, likelihood, members, scale)
         total = entropy(found.log_probs)
-        within = torch.minimum(means.predictive(outputs, scale, None)[1].mean(0), total)
-        found.aleatoric, found.epistemic = within, total - within
-        return found
+        within = torch.minimum(meaning.predictive(outputs, scale, None)[1].mean(0), total)
+        return replace(found, aleatoric=within, epistemic=total - within)
     found = Prediction.from_outputs(outputs, likelihood, members, scale)
     variance = variance[..., 0] if variance.dim() > found.by_member.dim() else variance  # of means, not raw scales
-    found.epistemic = found.epistemic + variance.mean(0)
     assert found.noise is not None
-    found.noise = found.noise + variance  # one Gaussian for each member: its density is that of the prediction
-    return found
+    noise = found.noise + variance  # one Gaussian for each member: its density is that of the prediction
+    return replace(found, epistemic=found.epistemic + variance.mean(0), noise=noise)

@@ -17,22 +17,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import bayesianize, debayesianize
+from slimbayes.convert.convert import Conversion, bayesianize, conversions_of, debayesianize
 from slimbayes.engine import passes
+from slimbayes.engine.state import copy_modules
 from slimbayes.posteriors.configs.gaussian import KTied
 from slimbayes.posteriors.factors import Drawn
 from slimbayes.prediction.sample import central_pass
 
+Factors = dict[str, dict[str, Drawn]]  # of each member, by layer and site
+
+
+def plain_model(model: nn.Module, copy: bool = False) -> tuple[nn.Module, Factors, list[tuple[str, Conversion]]]:
+    """What an approximation begins with: a plain model to work on, the factors at its members' means, and its former
+    conversions. A converted model is copied; a plain one, which has neither, is taken itself unless `copy` says so.
+    """
+    if not passes.posteriors_of(model):
+        return copy_modules(model) if copy else model, {}, []
+    return debayesianize(copy_modules(model)), member_factors(model), conversions_of(model)
+
 
 @torch.no_grad()
-def member_factors(model: nn.Module) -> dict[str, dict[str, Drawn]]:
+def member_factors(model: nn.Module) -> Factors:
     """Factors r (K, out), s (K, in) and bias offsets at the members' means, by layer and site.
 
     None of layers whose mean is their own weight; refused where a mean is neither.
     """
     posteriors = passes.posteriors_of(model)
     members = math.lcm(*(p.members for p in posteriors))
-    found: dict[str, dict[str, Drawn]] = {}
+    found: Factors = {}
     plain: list[str] = []
 
     def own(posterior: Any) -> bool:
@@ -63,7 +75,7 @@ def member_factors(model: nn.Module) -> dict[str, dict[str, Drawn]]:
 
 
 @torch.no_grad()
-def set_factors(model: nn.Module, means: dict[str, dict[str, Drawn]]) -> None:
+def set_factors(model: nn.Module, means: Factors) -> None:
     """Give joint posteriors over factors these means."""
     for name, sites in means.items():
         layer: Any = model.get_submodule(name)

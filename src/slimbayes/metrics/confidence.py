@@ -121,7 +121,7 @@ class ClasswiseECE(Streaming):
         return self.class_bin_gaps.abs().sum() / (self.classes * self.class_bin_rows)
 
 
-class Ranked(Streaming):
+class ByConfidence(Streaming):
     """Keeps the confidence of each row and whether it was right."""
 
     higher_is_better = False
@@ -141,7 +141,7 @@ class Ranked(Streaming):
         return surest_first(self.all_of("confidence"), self.all_of("right"))
 
 
-class AdaptiveECE(Ranked):
+class AdaptiveECE(ByConfidence):
     """ECE with R bins of equal numbers of rows, up to one (Nguyen & O'Connor 2015; Mukhoti et al. 2020).
 
     Args:
@@ -166,7 +166,7 @@ class AdaptiveECE(Ranked):
         return torch.bincount(index, right - confidence, self.bins).abs().sum() / len(right)
 
 
-class AURC(Ranked):
+class AURC(ByConfidence):
     """Area under the risk-coverage curve: mean over k of the error among the k surest rows (Geifman et al. 2019).
 
     Shape: update(probs (N, ..., C), target (N, ...)), or both (N,).

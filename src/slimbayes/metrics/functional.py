@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slimbayes.prediction.accumulate import along_draws
+from slimbayes.prediction.averages import unsqueeze_like
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.targets import check_labels, check_positive
 
@@ -272,4 +272,4 @@ def _mean_distance(m: Tensor, variance: Tensor) -> Tensor:
 def _shares(weights: Tensor | None, values: Tensor) -> Tensor:
     """Weights (M, 1 or N, ...) to meet values (M, N, ...); equal ones if None."""
     share = values.new_full((len(values),), 1 / len(values)) if weights is None else weights.to(values)
-    return along_draws(share, values)
+    return unsqueeze_like(share, values)

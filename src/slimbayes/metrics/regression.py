@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slimbayes.metrics.functional import crps_mixture, crps_samples, need_tensor
 from slimbayes.metrics.streaming import Mean
-from slimbayes.prediction.accumulate import draw_shares, log_mean, mixture_below
+from slimbayes.prediction.averages import check_level, draw_shares, log_mean, mixture_below
 from slimbayes.prediction.prediction import Prediction
 
 Scale = float | Tensor | None
@@ -101,9 +101,8 @@ class IntervalCoverage(Mean):
     """
 
     def __init__(self, level: float = 0.9) -> None:
-        if not 0 < level < 1:
-            raise ValueError(f"level must lie strictly between 0 and 1, got {level!r}.")
-        super().__init__(level.hex().translate(str.maketrans(".+-", "___")))
+        check_level(level)
+        super().__init__(level.hex().translate(str.maketrans(".+-", "___")))  # what a name of a state may hold
         self.level = level
 
     def update(
@@ -150,7 +149,7 @@ def mixture(prediction: Prediction | Tensor, target: Tensor, scale: Scale) -> tu
 
 
 def _need_real(prediction: Prediction) -> None:
-    if "gaussian" not in prediction.likelihood:
+    if prediction.discrete:
         raise TypeError(f"A Prediction of real targets is needed, got one of {prediction.likelihood} targets.")
 
 

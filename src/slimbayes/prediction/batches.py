@@ -1,13 +1,13 @@
-"""What predict is given, as calls of the model: tensors, arrays, mappings, Datasets, loaders; many rows are cut. And
-how far it is: one line on stderr, in terminals and notebooks.
+"""Batches as calls of the model: what predict is given (tensors, arrays, mappings, Datasets, loaders), many rows cut;
+and what is fitted to, with targets, among them what models of transformers call labels.
+
+Sizes: B rows, C classes.
 """
 
 import inspect
-import sys
-import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,10 +18,11 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 from slimbayes.engine.layout import arrays_of, map_arrays, padded
 from slimbayes.engine.locate import batch_dim_of, layout_of
 from slimbayes.engine.objects import is_opaque
+from slimbayes.engine.sharing import evaluating
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.prediction.checks import check_inputs
 from slimbayes.prediction.draws import MOST_ROWS
-from slimbayes.prediction.sample import members, posteriors_in
+from slimbayes.prediction.sample import converted_posteriors, frozen, members, sample
 
 _FEW = 64
 
@@ -132,7 +133,7 @@ def rows_of(model: nn.Module, arrays: list[Any]) -> int:
 def _slices(model: nn.Module, inputs: tuple[Any, Any], many: int, chunk: int | None) -> Iterator[tuple[Any, Any]]:
     """Rows cut so that a forward has no more than the chunk, or by default no more than MOST_ROWS."""
     most = max(1, (MOST_ROWS if chunk is None else chunk) // members(model))
-    if not posteriors_in(model) or (chunk is None and many <= most):
+    if not converted_posteriors(model) or (chunk is None and many <= most):
         yield inputs
         return
     dim = batch_dim_of(model) or 0
@@ -143,7 +144,7 @@ def _slices(model: nn.Module, inputs: tuple[Any, Any], many: int, chunk: int | N
 
     # Rows are located on a few: a proof with all of them would take the memory that cutting is to save.
     few = map_arrays(first, inputs) if many > MOST_ROWS else inputs
-    layout = layout_of(model, few[0], few[1], posteriors_in(model))
+    layout = layout_of(model, few[0], few[1], converted_posteriors(model))
     rows = layout.rows(inputs)
     if rows <= most or not layout.rowwise:  # rows that cannot be told apart stay together
         yield inputs
@@ -152,39 +153,100 @@ def _slices(model: nn.Module, inputs: tuple[Any, Any], many: int, chunk: int | N
         yield layout.narrow(inputs, start, min(most, rows - start))
 
 
-_PAUSE = 0.2  # seconds between two lines
+# --- with targets ---
+
+IGNORED = -100  # a target that does not count
 
 
-class Progress:
-    """Rows that are done, of how many where that is known, and the time it takes.
+def is_causal(model: nn.Module) -> bool:
+    """Whether a model of transformers tells each next token, by the names of its classes."""
+    return any("CausalLM" in c.__name__ or "LMHead" in c.__name__ for c in type(base_model(model)).__mro__)
 
-    Args:
-        x: what `predict` was given; its length, or its dataset's, is the number of rows.
-        shown: whether anything is written.
+
+def base_model(model: Any) -> Any:
+    """The model that one of peft wraps; any other as it is."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def without_labels(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """What a model takes besides labels, and those. A model of transformers that reads one sequence and tells another
+    makes the latter's start of them.
     """
+    rest, target = dict(batch), None
+    for name in ("labels", "label"):
+        target = rest.pop(name, None) if target is None else target
+    start: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    decodes = start is not None and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if decodes and isinstance(target, Tensor) and target.dim() > 1 and "decoder_input_ids" not in rest:
+        rest["decoder_input_ids"] = start(target)
+    return rest, target
 
-    def __init__(self, x: Any, shown: bool) -> None:
-        rows = getattr(x, "dataset", x)
-        many = hasattr(rows, "__len__") and not isinstance(rows, (dict, tuple, list))
-        self.total = len(rows) if shown and many else None
-        self.shown, self.done, self.start, self.told, self.width = shown, 0, time.monotonic(), 0.0, 0
 
-    def add(self, rows: int) -> None:
-        self.done += rows
-        now = time.monotonic()
-        if self.shown and (now - self.told > _PAUSE or self.done == self.total):
-            self.told = now
-            self._write(now - self.start)
+def align_labels(model: nn.Module, values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """What tells each label (B, ..., C), and the label: of causal language models each token tells the next."""
+    causal = labels.dim() > 1 and is_causal(model)
+    return (values[:, :-1], labels[:, 1:]) if causal else (values, labels)
 
-    def close(self) -> None:
-        if self.shown:
-            self._write(time.monotonic() - self.start)
-            sys.stderr.write("\n")
 
-    def _write(self, seconds: float) -> None:
-        of = "" if not self.total else f" of {self.total:,} ({self.done / self.total:.0%})"
-        left = f", {seconds * (self.total / self.done - 1):.0f} s left" if self.total and self.done < self.total else ""
-        line = f"predict: {self.done:,}{of} rows, {seconds:.1f} s{left}"
-        sys.stderr.write(f"\r{line:{self.width}}")
-        sys.stderr.flush()
-        self.width = len(line)
+LossKind = Literal["cross-entropy", "of classes", "other"]
+
+
+def loss_kind(model: nn.Module, batch: Mapping[str, Any]) -> LossKind:
+    """What the loss that a model of transformers gives is: where labels are a class for each line of logits their
+    cross-entropy, or another one "of classes": it may weigh them, or add a term.
+    """
+    with torch.no_grad(), evaluating(model), frozen(model, seed=0):
+        own = sample(model, fold=False, **batch).get("loss")
+        logits = sample(model, fold=False, **without_labels(model, batch)[0])["logits"][0]
+    logits, labels = align_labels(model, logits, batch["labels"])
+    if logits.shape[:-1] != labels.shape or logits.shape[-1] == 1:
+        return "other"
+    if own is None:
+        return "cross-entropy"
+    # A loss somebody wrote may weigh what one batch does not show.
+    stock = type(base_model(model)).__module__.startswith("transformers.") and not hasattr(
+        base_model(model), "_loss_function"
+    )
+    ours = nn.functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED)
+    return "cross-entropy" if stock and torch.allclose(own[0].float(), ours, rtol=1e-4) else "of classes"
+
+
+def _fits(accepted: inspect.Signature, args: Iterable[Any]) -> bool:
+    """Whether a forward takes these one by one, and not as one."""
+    try:
+        accepted.bind(*args)
+    except TypeError:
+        return False
+    return True
+
+
+def labelled_batches(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Batches as arguments, keyword arguments and targets, on the model's device; refuses batches without targets."""
+    first, accepted = next(model.parameters()), inspect.signature(model.forward)
+    for number, batch in enumerate(loader):
+        if isinstance(batch, Mapping):
+            rest, target = without_labels(model, batch)
+            if target is not None and is_causal(model) and target.dim() > 1:  # transformers' labels are the inputs
+                target = nn.functional.pad(target[:, 1:], (0, 1), value=IGNORED)
+            args, kwargs = call_batch(model, rest)
+        elif isinstance(batch, (tuple, list)) and len(batch) > 1:
+            nested = len(batch) == 2 and isinstance(batch[0], (tuple, list)) and _fits(accepted, batch[0])
+            inputs = batch[0] if nested else batch[:-1]
+            args, kwargs = call_batch(model, inputs, len(inputs))
+            target = batch[-1]
+        else:
+            target = None
+        if target is None:
+            raise ValueError(
+                f"Batch {number} of the loader is a {type(batch).__name__} without targets: give batches (inputs, "
+                f"targets), or mappings with 'labels'."
+            )
+        try:
+            accepted.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ValueError(
+                f"Batch {number} of the loader does not fit {type(model).__name__}.forward: {error}. The last part of "
+                f"a batch is its targets, all before are inputs; weights of rows are not taken."
+            ) from error
+        inputs = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.to(first.device), (args, dict(kwargs)))
+        yield *inputs, torch.as_tensor(target).to(first.device)

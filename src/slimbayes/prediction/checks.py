@@ -22,7 +22,7 @@ from slimbayes.engine.quiet import Quiet
 from slimbayes.engine.trial import undisturbed
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.layers.base import BayesLayer
-from slimbayes.prediction.accumulate import Accumulator
+from slimbayes.prediction.averages import Accumulator
 from slimbayes.train.heteroscedastic import NOISE_RULE
 from slimbayes.train.likelihoods import likelihood_named
 from slimbayes.train.targets import check_logits
@@ -30,11 +30,11 @@ from slimbayes.train.targets import check_logits
 _ANYWAY = "predict(..., allow_nonfinite=True) predicts anyway"
 
 
-def check_draws(what: str, draws: Any, fold: Any = "auto", other: Any = 1) -> None:
-    """Refuse numbers of draws, of which `other` is one, and ways to run them that are none."""
-    if draws != other and (not isinstance(draws, Integral) or draws < 1):
-        also = "" if other == 1 else f", or {other!r}"
-        raise ValueError(f"{what} needs at least one draw, a whole number{also}, got draws={draws!r}.")
+def check_draws(what: str, draws: Any, fold: Any = "auto", also: tuple[Any, ...] = ()) -> None:
+    """Refuse numbers of draws that are none, nor among what is taken `also`, and unknown ways to run them."""
+    if draws not in also and (not isinstance(draws, Integral) or draws < 1):
+        told = "".join(f", or {other!r}" for other in also)
+        raise ValueError(f"{what} needs at least one draw, a whole number{told}, got draws={draws!r}.")
     if fold != "auto" and not isinstance(fold, bool):
         raise ValueError(f'fold must be True, False or "auto", got {fold!r}.')
 
@@ -110,8 +110,8 @@ def refuse_outputs(sums: Accumulator, outputs: Iterable[Tensor], before: int) ->
     """Say which draw of which row is no number."""
     draws = 0
     for some in outputs:
-        values, noise = sums.of.predictive(some.float(), sums.scale, sums.class_dim)
-        bad = values.isnan() if sums.of.discrete else ~(values.isfinite() & noise.isfinite())
+        values, noise = sums.meaning.predictive(some.float(), sums.scale, sums.class_dim)
+        bad = values.isnan() if sums.meaning.discrete else ~(values.isfinite() & noise.isfinite())
         bad = bad.flatten(2).any(-1) if bad.dim() > 2 else bad
         if bool(bad.any()):
             draw, row = bad.nonzero()[0].tolist()

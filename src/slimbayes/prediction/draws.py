@@ -24,7 +24,8 @@ from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.trial import takes_derivatives
 from slimbayes.posteriors.base import Support
 from slimbayes.posteriors.ensemble import EnsemblePosterior
-from slimbayes.prediction.sample import device_of, free_seed, members, posteriors_in
+from slimbayes.prediction.checks import MISFITS, explain
+from slimbayes.prediction.sample import converted_posteriors, device_of, held_draws, members
 
 MOST_ROWS = 2**15  # draws x inputs in one forward, by default
 _MOST_NUMBERS = 2**23  # of the inputs of one forward, by default
@@ -40,24 +41,29 @@ class Draws:
 
     def __init__(self, model: nn.Module, chunk: int | None, share: bool, fold: Fold, seed: Seed) -> None:
         self.model, self.chunk, self.share, self.fold = model, chunk, share, fold
-        self.posteriors, self.members = posteriors_in(model), members(model)
-        self.count, self.weights = self.members, member_weights(model)  # of the members that outputs are of
-        held = passes.of(self.posteriors[0].key) if self.posteriors else None
-        if held is not None and not held.held:
-            raise ValueError("predict was called inside a forward pass of the same model; call it from outside.")
-        self.held = None if isinstance(held, calls.Scope) else held  # inside frozen: the held draws are all there are
+        self.posteriors, self.members = converted_posteriors(model), members(model)
+        self.predicted_members, self.weights = self.members, member_weights(model)  # of the Prediction
+        self.held = held_draws("predict", self.posteriors, seed)  # inside frozen these are all there are
         drawn = self.posteriors and self.held is None  # else torch's generator is left alone
-        self.seed = free_seed("predict", seed, self.held) if drawn or seed is not None else 0
-        self.own = None if seed is None else self.seed  # for what the model draws by itself
+        self.seed = noise.seed_of(seed) if drawn or seed is not None else 0
+        self.seeded = seed is not None  # by default what the model draws by itself is left alone
         self.latest: tuple[int, Pass] | None = None
         self.differentiates = False  # whether the model takes derivatives
 
     def outputs(self, args: Any, kwargs: Any, draws: int, start: int = 0) -> Iterator[Any]:
-        """Outputs (S', N, ...) of the draws of each member from `start` on, so many at a time as fit."""
+        """Outputs (S', N, ...) of the draws of each member from `start` on, so many at a time as fit; names inputs that
+        do not fit the model.
+        """
+        try:
+            yield from self._outputs(args, kwargs, draws, start)
+        except MISFITS as error:
+            explain(error, self.model, args, kwargs)
+
+    def _outputs(self, args: Any, kwargs: Any, draws: int, start: int) -> Iterator[Any]:
         if not self.posteriors:
             for j in range(start, start + draws):
-                with noise.own_noise(self._own(j), device_of(self.model)):
-                    yield self._run_call(lambda: self._run_plain(*copy_containers((args, kwargs))))
+                with noise.own_noise(self._model_seed(j), device_of(self.model)):
+                    yield self._run_call(lambda: self._run_plain(args, kwargs))
             return
         if self.held is not None:
             call = self.model, self.posteriors, args, kwargs, self.held.total, self.fold, self.held
@@ -72,14 +78,16 @@ class Draws:
         for first in range(start, start + draws, at_once):
             yield self._run(args, kwargs, self._numbered(first, min(at_once, start + draws - first)), first)
 
-    def _own(self, first: int) -> int | None:
-        return None if self.own is None else noise.key(self.own, "call", first)
+    def _model_seed(self, first: int) -> int | None:
+        """For what the model draws by itself in a call whose first draw has this number."""
+        return noise.key(self.seed, "call", first) if self.seeded else None
 
     def _run(self, args: Any, kwargs: Any, new: Pass, first: int) -> Any:
-        call, own = (self.model, self.posteriors, args, kwargs), self._own(first)
+        call, own = (self.model, self.posteriors, args, kwargs), self._model_seed(first)
         return self._run_call(lambda: calls.sampled(*call, new.total, self.fold, new, share=self.share, seed=own))
 
     def _run_plain(self, args: Any, kwargs: Any) -> Any:
+        args, kwargs = copy_containers((args, kwargs))
         return stack_draws([self.model(*args, **kwargs)])
 
     def _run_call(self, call: Callable[[], Any]) -> Any:
@@ -153,7 +161,7 @@ class Networks(Draws):
             joint *= values[index]
         own = torch.ones(self.members) if self.weights is None else self.weights.cpu()
         every = (joint[:, None] * own).flatten()
-        self.count = len(every)  # M
+        self.predicted_members = len(every)  # M
         self.weights = None if bool((every == every[0]).all()) else every / every.sum()
 
     def _supports(self) -> list[Support]:
@@ -176,12 +184,12 @@ class Networks(Draws):
             )
         return found
 
-    def outputs(self, args: Any, kwargs: Any, draws: int = 0, start: int = 0) -> Iterator[Any]:
+    def _outputs(self, args: Any, kwargs: Any, draws: int, start: int) -> Iterator[Any]:
         """Outputs (M, N, ...) of all networks, as one: their weights are those of members."""
         if not self.posteriors:
-            yield stack_draws([self.model(*args, **kwargs)])
+            yield from super()._outputs(args, kwargs, draws, start)
             return
-        at_once, parts = max(1, self._at_once((args, kwargs))), []
+        at_once, parts = self._at_once((args, kwargs)), []
         for some in self.combined.split(at_once):  # each combination for every member in turn
             new, at = Pass(len(some) * self.members, 1, rowwise=False), 0
             for p in self.posteriors:

@@ -29,10 +29,10 @@ from slimbayes.errors import cut
 from slimbayes.files import replacing
 from slimbayes.prediction.checks import check_draws, check_inputs, check_noise_rule, check_scores
 from slimbayes.prediction.draws import member_weights
-from slimbayes.prediction.predict import select
+from slimbayes.prediction.predict import find_output
 from slimbayes.prediction.prediction import Prediction
+from slimbayes.prediction.sample import converted_posteriors
 from slimbayes.prediction.sample import members as members_of
-from slimbayes.prediction.sample import posteriors_in
 from slimbayes.train.elbo import check_finite
 from slimbayes.train.likelihoods import LikelihoodName
 
@@ -144,7 +144,7 @@ class Graph(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.likelihood, self.scale, self.class_dim = model, likelihood, scale, class_dim
-        self.posteriors, self.members = posteriors_in(model), members_of(model)
+        self.posteriors, self.members = converted_posteriors(model), members_of(model)
         self.total = self.members * draws
         self.kept = _kept(members, self.members, self.total)
         weights = member_weights(model)
@@ -178,7 +178,7 @@ class Graph(nn.Module):
     def outputs(self, given: Tensor, args: tuple[Tensor, ...]) -> Tensor:
         """Outputs (S, B, ...) of the draws that these normals make."""
         if not self.posteriors:
-            return select(self.model(*args), None).unsqueeze(0)
+            return find_output(self.model(*args)).unsqueeze(0)
         held = Pass(self.total, 1, rowwise=False)
         for posterior, block in zip(self.posteriors, given.split(self.widths, 1)):
             held.put(posterior.key, Noise(block.to(posterior.dtype), block.new_empty(0, 0)))
@@ -187,9 +187,9 @@ class Graph(nn.Module):
         known = self.layout if self.layout.folds else None
         new = held.view(self.total * self.layout.rows((args, {})), known)
         if self.folded:
-            return select(calls.run_draws(self.model, self.posteriors, args, {}, new, self.layout, folds=True), None)
+            return find_output(calls.run_draws(self.model, self.posteriors, args, {}, new, self.layout, folds=True))
         parts = [calls.run_pass(new.single(j, known), self.posteriors, self.model, args, {}) for j in self.kept]
-        return torch.stack([select(part, None) for part in parts])
+        return torch.stack([find_output(part) for part in parts])
 
 
 def _rows(x: Tensor, dim: int) -> int:

@@ -37,11 +37,11 @@ from slimbayes.engine import passes
 from slimbayes.engine.sharing import evaluating
 from slimbayes.engine.trial import on_trial
 from slimbayes.errors import SlimbayesWarning, did_you_mean
-from slimbayes.prediction.accumulate import along_draws, log_mean
+from slimbayes.prediction.averages import unsqueeze_like
 from slimbayes.prediction.batches import call_batch
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import frozen, sample
-from slimbayes.train.likelihoods import LikelihoodName, entropy, likelihood_named
+from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
 _DRAWS = 2  # of each member: the same functions every time
 
@@ -142,7 +142,7 @@ class Far(nn.Module):
         if prediction.by_draw is None:
             raise ValueError("Distance changes every draw; call predict(..., keep_samples=True).")
         w = ((distance - self.typical) / (1 - self.typical)).clamp(0, 1).to(prediction.by_member)
-        wider = self._classes if likelihood_named(prediction.likelihood).discrete else self._targets
+        wider = self._classes if prediction.discrete else self._targets
         return replace(wider(prediction, prediction.by_draw, w), distance=distance.to(w))
 
     def _classes(self, prediction: Prediction, logs: Tensor, w: Tensor) -> Prediction:
@@ -151,12 +151,9 @@ class Far(nn.Module):
         # Of huge logits squares overflow: sqrt(1 + a q^2) = hypot(1, sqrt(a) q).
         largest = z.abs().amax(-1, keepdim=True).clamp_min(1.0)
         rms = largest * (z / largest).square().mean(-1, keepdim=True).sqrt()
-        further = along_draws((math.pi / 8 * w).sqrt(), prediction.aleatoric)[None, ..., None] * rms
+        further = unsqueeze_like((math.pi / 8 * w).sqrt(), prediction.aleatoric)[None, ..., None] * rms
         logs = torch.where(further > 0, (z / torch.hypot(torch.ones_like(further), further)).log_softmax(-1), logs)
-        by_member = log_mean(logs.unflatten(0, (-1, len(prediction.by_member))))
-        total = entropy(log_mean(by_member, prediction.weights))
-        epistemic = (total - prediction.aleatoric).clamp_min(0)
-        return replace(prediction, by_draw=logs, by_member=by_member, epistemic=epistemic)
+        return prediction.with_logs(logs, prediction.aleatoric)
 
     def _targets(self, prediction: Prediction, values: Tensor, w: Tensor) -> Prediction:
         """With the distribution of the training targets as one more member, whose weight differs between rows."""
@@ -166,7 +163,7 @@ class Far(nn.Module):
                 f"{tuple(values.shape[2:])}: give far the targets and the likelihood that predict is given."
             )
         mean, variance = self.marginal.to(values)
-        k, row = len(prediction.by_member), along_draws(w, prediction.aleatoric)
+        k, row = len(prediction.by_member), unsqueeze_like(w, prediction.aleatoric)
         shares = torch.full((k,), 1 / k).to(w) if prediction.weights is None else prediction.weights.to(w)
         total = (1 - row) * prediction.total + row * variance + row * (1 - row) * (prediction.mean - mean).square()
         aleatoric = (1 - row) * prediction.aleatoric
@@ -219,12 +216,8 @@ def far(
     if discrete and isinstance(loader, Tensor):
         raise TypeError("far takes batches, such as [(x, y)], got a tensor, whose rows are none.")
     generator = torch.Generator().manual_seed(seed)
-    kept, sums, order = list[Tensor](), list[Tensor](), torch.empty(0)
-
-    def fewest() -> list[Tensor]:
-        """The rows with the smallest random numbers: an even sample, however many batches there were."""
-        return [torch.cat(kept)[order.argsort()[:rows].to(kept[0].device)]]
-
+    kept: Tensor | None = None
+    order, moments = torch.empty(0), list[Tensor]()  # a random number for each row kept
     with torch.no_grad(), evaluating(model):
         for batch in loader:
             if not (discrete or (isinstance(batch, (tuple, list)) and len(batch) > 1)):
@@ -232,33 +225,50 @@ def far(
             args, kwargs = call_batch(model, batch, inputs)
             first = args[0] if len(args) == 1 and not kwargs else None
             if at is None and not (isinstance(first, Tensor) and first.dim() == 2 and first.is_floating_point()):
-                linear: Any = {n: m for n, m in model.named_modules() if n and isinstance(m, nn.Linear)}
-                seen = _seen(model, args, kwargs, linear)
-                if not seen:
-                    raise ValueError("far found no linear layer inside the model that is called: name one with at=.")
-                at = seen[-1][0]
-            kept.append(features_of(model, args, kwargs, at))
+                at = _last_linear(model, args, kwargs)
+            features = features_of(model, args, kwargs, at)
+            kept = features if kept is None else torch.cat([kept, features])
+            order = torch.cat([order, torch.rand(len(features), generator=generator)])
+            if len(order) > 2 * rows:
+                kept, order = _smallest(kept, order, rows)
             if not discrete:
                 y = torch.as_tensor(batch[-1]).double()
-                sums.append(torch.stack([torch.full_like(y[0], len(y)), y.mean(0), y.var(0, correction=0)]))
-            order = torch.cat([order, torch.rand(len(kept[-1]), generator=generator)])
-            if len(order) > 2 * rows:
-                kept, order = fewest(), order.sort().values[:rows]
-    if len(order) < 2:
+                moments.append(torch.stack([torch.full_like(y[0], len(y)), y.mean(0), y.var(0, correction=0)]))
+    if kept is None or len(kept) < 2:
         raise ValueError(f"far needs at least two rows to learn from, got {len(order)}.")
-    kept, marginal = fewest(), torch.empty(0)
-    if not bool(kept[0].isfinite().all()):
+    kept, _ = _smallest(kept, order, rows)
+    if not bool(kept.isfinite().all()):
         raise ValueError("far was given features that are NaN or infinite: clean the inputs first.")
-    if sums:
-        count, means, within = torch.stack(sums, 1)  # of every batch; squares of large targets would lose their digits
-        mean = (count * means).sum(0) / count.sum(0)
-        variance = (count * (within + (means - mean).square())).sum(0) / count.sum(0)
-        marginal = torch.stack([mean, variance.clamp_min(torch.finfo(torch.float32).tiny)])
-    found = Far(kept[0], marginal, at).to(kept[0].device)
+    found = Far(kept, _marginal(moments) if moments else torch.empty(0), at).to(kept.device)
     if not bool(found.marginal.isfinite().all()):
         raise ValueError("far was given targets that are NaN or infinite: leave their rows out.")
     found.norms = _norms(model)
     return found
+
+
+def _last_linear(model: nn.Module, args: Any, kwargs: Any) -> str:
+    """The name of the linear layer that is called last."""
+    linear: Any = {n: m for n, m in model.named_modules() if n and isinstance(m, nn.Linear)}
+    seen = _seen(model, args, kwargs, linear)
+    if not seen:
+        raise ValueError("far found no linear layer inside the model that is called: name one with at=.")
+    return seen[-1][0]
+
+
+def _smallest(kept: Tensor, order: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Rows with the smallest numbers: of random ones an even sample, however many batches there were."""
+    first = order.argsort()[:count]
+    return kept[first.to(kept.device)], order[first]
+
+
+def _marginal(moments: Sequence[Tensor]) -> Tensor:
+    """Mean and variance (2, ...) of all targets from the count, mean and variance (3, ...) of every batch's: squares of
+    large targets would lose their digits.
+    """
+    count, means, within = torch.stack(list(moments), 1)
+    mean = (count * means).sum(0) / count.sum(0)
+    variance = (count * (within + (means - mean).square())).sum(0) / count.sum(0)
+    return torch.stack([mean, variance.clamp_min(torch.finfo(torch.float32).tiny)])
 
 
 def _norms(model: nn.Module) -> Any:

@@ -22,7 +22,7 @@ from slimbayes.posteriors.configs.base import Deterministic
 from slimbayes.prediction.batches import batches_of
 from slimbayes.prediction.checks import check_draws
 from slimbayes.prediction.draws import member_weights
-from slimbayes.prediction.sample import frozen, members, posteriors_in, sample, write_out
+from slimbayes.prediction.sample import converted_posteriors, frozen, members, sample, write_out
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -66,7 +66,7 @@ def refresh_norms(
     if not _norms(model):
         raise ValueError("refresh_norms found no batch norm with running statistics: there is nothing to refresh.")
     first = seed_of(seed)
-    if per == "draw" and posteriors_in(model):
+    if per == "draw" and converted_posteriors(model):
         return _by_draw(model, x, draws, inputs, first)
     fitted = copy_modules(model)
     with _measuring([fitted]):

@@ -42,9 +42,9 @@ def empty_figure(caller: str, width: float, height: float) -> Figure:
     return ShownFigure(figsize=(width, height), layout="constrained")
 
 
-def remove_box(panel: Any) -> None:
-    """Thin horizontal lines and no box."""
-    panel.grid(axis="y", linewidth=0.5, alpha=0.4)
+def remove_box(panel: Any, axis: str = "y") -> None:
+    """Thin lines across an axis and no box."""
+    panel.grid(axis=axis, linewidth=0.5, alpha=0.4)
     panel.spines[["top", "right"]].set_visible(False)
 
 
@@ -61,7 +61,7 @@ def bands(prediction: Prediction, x: Tensor | None = None, target: Tensor | None
         >>> len(bands(p, torch.linspace(0, 1, 20)).axes)
         1
     """
-    prediction._need("gaussian", "heteroscedastic_gaussian")
+    prediction._need(discrete=False)
     mean, rows = prediction.mean, len(prediction)
     if mean.dim() > 2 or (x is not None and x.numel() != rows) or (target is not None and target.shape != mean.shape):
         got = [None if t is None else tuple(t.shape) for t in (x, target)]
@@ -87,7 +87,7 @@ def bands(prediction: Prediction, x: Tensor | None = None, target: Tensor | None
         panel.set_xlabel("rows, ordered by mean" if x is None else "x")
         panel.set_title("" if shown == 1 else f"target {t}", fontsize=10)
         remove_box(panel)
-    _legend(figure, panels[0])
+    legend_above(figure, panels[0])
     return figure
 
 
@@ -105,7 +105,7 @@ def uncertainties(prediction: Prediction, target: Tensor | None = None) -> Figur
     entropy = prediction.entropy.flatten().cpu().double()
     groups = [("all rows", entropy, GREY)]
     if target is not None:
-        target = prediction._check_target(target)
+        target = prediction.check_target(target)
         right = (prediction.label == target).flatten().cpu()
         groups = [("right", entropy[right], BLUE), ("wrong", entropy[~right], ORANGE)]
     figure = empty_figure("uncertainties", 5.6, 3.4)
@@ -118,10 +118,11 @@ def uncertainties(prediction: Prediction, target: Tensor | None = None) -> Figur
     panel.set_xlabel("predictive entropy, nats")
     panel.set_ylabel("share of rows" if target is None else "share of each group")
     remove_box(panel)
-    _legend(figure, panel)
+    legend_above(figure, panel)
     return figure
 
 
-def _legend(figure: Figure, panel: Any) -> None:
+def legend_above(figure: Figure, panel: Any) -> None:
+    """One key, that of a panel, for a whole figure."""
     handles, labels = panel.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=9)

@@ -3,9 +3,10 @@
 Sizes: S draws, K members, N rows.
 """
 
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from numbers import Integral
 from typing import Any, Literal
 
@@ -17,8 +18,8 @@ from slimbayes.engine.layout import arrays_of
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.sharing import evaluating
 from slimbayes.prediction import checks
-from slimbayes.prediction.accumulate import Accumulator
-from slimbayes.prediction.batches import Progress, batches_of
+from slimbayes.prediction.averages import Accumulator
+from slimbayes.prediction.batches import batches_of
 from slimbayes.prediction.draws import Draws, Networks
 from slimbayes.prediction.far import Far, features_of
 from slimbayes.prediction.prediction import Prediction
@@ -98,7 +99,7 @@ def predict(
         >>> pred.probs.shape, pred.samples.shape
         (torch.Size([7, 3]), torch.Size([16, 7, 3]))
     """
-    checks.check_draws("predict", draws, fold, "exact")
+    checks.check_draws("predict", draws, fold, also=("exact",))
     if chunk is not None and (not isinstance(chunk, Integral) or chunk < 1):
         raise ValueError(f"predict needs chunk >= 1, a whole number, got chunk={chunk!r}.")
     scale = scale if isinstance(scale, (int, float)) else torch.as_tensor(scale)  # arrays and lists
@@ -121,24 +122,21 @@ def predict(
     parts: list[Prediction] = []
     with evaluating(model):
         for args, kwargs in batches_of(model, x, chunk, inputs, allow_nonfinite):
-            keep = keep_samples or far is not None
-            sums = Accumulator(likelihood, source.count, scale, keep, class_dim, source.weights)
-            try:
-                for outputs in source.outputs(args, kwargs, number):
-                    found = _checked(select(outputs, output), likelihood)
-                    if not parts and not sums.count:
-                        checks.check_scores(model, found, likelihood, class_dim)
-                    sums.scale = _scale_of(scale, found, likelihood, parts)
-                    sums.add(found)
-            except checks.MISFITS as error:
-                checks.explain(error, model, args, kwargs)
+            before, keep = sum(map(len, parts)), keep_samples or far is not None
+            sums = Accumulator(likelihood, source.predicted_members, scale, keep, class_dim, source.weights)
+            for outputs in source.outputs(args, kwargs, number):
+                found = _checked(find_output(outputs, output), likelihood)
+                if not before and not sums.count:
+                    checks.check_scores(model, found, likelihood, class_dim)
+                sums.scale = _scale_of(scale, found, likelihood, before)
+                sums.add(found)
+            if not (allow_nonfinite or sums.sound()):
+                again = (find_output(outputs, output) for outputs in source.outputs(args, kwargs, number))
+                checks.refuse_outputs(sums, again, before)
             part = Prediction(**sums.fields())
             if far is not None:
                 part = far.widen(part, far(features_of(model, args, kwargs, far.at)))
             parts.append(part if keep_samples else replace(part, by_draw=None, noise=None))
-            if not (allow_nonfinite or sums.sound()):
-                before = sum(len(part.aleatoric) for part in parts[:-1])
-                checks.refuse_outputs(sums, (select(o, output) for o in source.outputs(args, kwargs, number)), before)
             bar.add(len(part))
     bar.close()
     whole = Prediction.joined(parts)
@@ -169,17 +167,14 @@ def predict_prefixes(
     if not allow_nonfinite:
         checks.check_inputs(model, ((x,), {}), before)
     out, done, source = {}, 0, Draws(model, None, True, "auto", seed)
-    sums = Accumulator(likelihood, source.members, scale, True, None, source.weights)
+    sums = Accumulator(likelihood, source.predicted_members, scale, True, None, source.weights)
     with evaluating(model):
-        try:
-            for count in sorted(set(draws)):
-                for outputs in source.outputs((x,), {}, count - done, done):
-                    sums.add(select(outputs, None))
-                out[count], done = Prediction(**sums.fields()), count
-        except checks.MISFITS as error:
-            checks.explain(error, model, (x,), {})
+        for count in sorted(set(draws)):
+            for outputs in source.outputs((x,), {}, count - done, done):
+                sums.add(find_output(outputs))
+            out[count], done = Prediction(**sums.fields()), count
         if not allow_nonfinite and not sums.sound():
-            checks.refuse_outputs(sums, map(partial(select, output=None), source.outputs((x,), {}, done)), before)
+            checks.refuse_outputs(sums, map(find_output, source.outputs((x,), {}, done)), before)
     return out
 
 
@@ -196,14 +191,13 @@ def _checked(outputs: Tensor, likelihood: str) -> Tensor:
     return outputs
 
 
-def _scale_of(scale: float | Tensor, outputs: Tensor, likelihood: str, earlier: list[Prediction]) -> float | Tensor:
-    """The noise of these rows, which come after others: one scale for all, or lines of one for each."""
+def _scale_of(scale: float | Tensor, outputs: Tensor, likelihood: str, before: int) -> float | Tensor:
+    """The noise of these rows, which come after so many others: one scale for all, or lines of one for each."""
     if not isinstance(scale, Tensor) or scale.numel() == 1:
         return scale
     each, rows = likelihood_named(likelihood).predictive(outputs[:1, :1], 1.0, None)[0].shape[2:], outputs.shape[1]
     if broadcasts(scale.shape, each) or broadcasts(scale.shape, (1, *each)):
         return scale
-    before = sum(map(len, earlier))
     own = scale[before : before + rows]
     if scale.dim() != len(each) + 1 or not broadcasts(own.shape, (rows, *each)) or len(own) != rows:
         raise ValueError(
@@ -213,7 +207,7 @@ def _scale_of(scale: float | Tensor, outputs: Tensor, likelihood: str, earlier: 
     return own
 
 
-def select(outputs: Any, output: str | int | None) -> Tensor:
+def find_output(outputs: Any, output: str | int | None = None) -> Tensor:
     """The tensor of predictions in whatever a model returns."""
     if output is not None and isinstance(outputs, Tensor):
         raise ValueError(
@@ -232,3 +226,41 @@ def select(outputs: Any, output: str | int | None) -> Tensor:
         if isinstance(leaf, Tensor):
             return leaf
     raise ValueError(f"No tensor found in the model's output of type {type(outputs).__name__}; name it with output=.")
+
+
+_PAUSE = 0.2  # seconds between two lines
+
+
+class Progress:
+    """Rows that are done, of how many where that is known, and the time it takes.
+
+    Args:
+        x: what `predict` was given; its length, or its dataset's, is the number of rows.
+        shown: whether anything is written.
+    """
+
+    def __init__(self, x: Any, shown: bool) -> None:
+        rows = getattr(x, "dataset", x)
+        many = hasattr(rows, "__len__") and not isinstance(rows, (dict, tuple, list))
+        self.total = len(rows) if shown and many else None
+        self.shown, self.done, self.start, self.told, self.width = shown, 0, time.monotonic(), 0.0, 0
+
+    def add(self, rows: int) -> None:
+        self.done += rows
+        now = time.monotonic()
+        if self.shown and (now - self.told > _PAUSE or self.done == self.total):
+            self.told = now
+            self._write(now - self.start)
+
+    def close(self) -> None:
+        if self.shown:
+            self._write(time.monotonic() - self.start)
+            sys.stderr.write("\n")
+
+    def _write(self, seconds: float) -> None:
+        of = "" if not self.total else f" of {self.total:,} ({self.done / self.total:.0%})"
+        left = f", {seconds * (self.total / self.done - 1):.0f} s left" if self.total and self.done < self.total else ""
+        line = f"predict: {self.done:,}{of} rows, {seconds:.1f} s{left}"
+        sys.stderr.write(f"\r{line:{self.width}}")
+        sys.stderr.flush()
+        self.width = len(line)

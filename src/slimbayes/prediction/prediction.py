@@ -18,10 +18,9 @@ import torch  # noqa: F401  the examples use it
 from torch import Tensor
 
 from slimbayes.errors import SlimbayesWarning
-from slimbayes.prediction import accumulate, panels
+from slimbayes.prediction import averages, panels
 from slimbayes.prediction.views import Views
-from slimbayes.train.likelihoods import LikelihoodName
-from slimbayes.train.targets import can_read_values, check_labels, check_real, is_floating
+from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,6 +50,16 @@ class Prediction(Views):
         True
     """
 
+    likelihood: str
+    count: int
+    by_member: Tensor
+    aleatoric: Tensor
+    epistemic: Tensor
+    by_draw: Tensor | None = None
+    noise: Tensor | None = None
+    weights: Tensor | None = None
+    distance: Tensor | None = None
+
     @classmethod
     def from_outputs(
         cls,
@@ -72,18 +81,21 @@ class Prediction(Views):
             >>> Prediction.from_outputs(torch.tensor([[1.0], [5.0]]), "gaussian", members=2, weights=[0.75, 0.25]).mean
             tensor([2.])
         """
-        draws = accumulate.Accumulator(likelihood, members, scale, keep=True, class_dim=class_dim, weights=weights)
+        draws = averages.Accumulator(likelihood, members, scale, keep=True, class_dim=class_dim, weights=weights)
         draws.add(outputs)
         return cls(**draws.fields())
 
     @property
+    def discrete(self) -> bool:
+        """Whether targets are classes, not real numbers."""
+        return LIKELIHOODS[self.likelihood].discrete
+
+    @property
     def mean(self) -> Tensor:
         """Predictive mean: class probabilities (N, C), probability of class one (N,), or mean (N, ...)."""
-        if self._classes:
+        if self.discrete:
             return self._plain(self.log_probs)
-        if self.weights is None:
-            return self.by_member.mean(0)
-        return (accumulate.along_draws(self.weights.to(self.by_member), self.by_member) * self.by_member).sum(0)
+        return averages.member_mean(self.by_member, self.weights)
 
     @property
     def member_mean(self) -> Tensor:
@@ -93,7 +105,7 @@ class Prediction(Views):
     @property
     def probs(self) -> Tensor:
         """Predictive class probabilities (N, C); for binary targets (N, ...), the probability of class one."""
-        self._need("categorical", "bernoulli")
+        self._need(discrete=True)
         return self.mean
 
     @property
@@ -104,13 +116,13 @@ class Prediction(Views):
             >>> Prediction.from_outputs(torch.tensor([[200.0]]), "bernoulli").log_probs
             tensor([[-200.,    0.]])
         """
-        self._need("categorical", "bernoulli")
-        return accumulate.log_mean(self.by_member, self.weights)
+        self._need(discrete=True)
+        return averages.log_mean(self.by_member, self.weights)
 
     @property
     def member_probs(self) -> Tensor:
         """Class probabilities of each member, averaged over its draws: (K, N, C)."""
-        self._need("categorical", "bernoulli")
+        self._need(discrete=True)
         return self.member_mean
 
     @property
@@ -126,13 +138,13 @@ class Prediction(Views):
     @property
     def entropy(self) -> Tensor:
         """Entropy of the predictive distribution in nats (N,): the total uncertainty about a class."""
-        self._need("categorical", "bernoulli")
+        self._need(discrete=True)
         return self.total
 
     @property
     def variance(self) -> Tensor:
         """Predictive variance of a real target: the total uncertainty."""
-        self._need("gaussian", "heteroscedastic_gaussian")
+        self._need(discrete=False)
         return self.total
 
     @property
@@ -164,18 +176,18 @@ class Prediction(Views):
             >>> p.log_prob(torch.zeros(1))  # log of N(1; 0, 1)
             tensor([-1.4189])
         """
-        return accumulate.log_mean(self.member_log_prob(target), self.weights)
+        return averages.log_mean(self.member_log_prob(target), self.weights)
 
     def member_log_prob(self, target: Tensor) -> Tensor:
         """Log probability, or density, of each target under every member's mixture of its own draws.
 
         Shape: target as in `log_prob`; returns (K, N, ...).
         """
-        if self._classes:
-            target = self._check_target(target)
-            return accumulate.log_at(self.by_member, target)
+        if self.discrete:
+            target = self.check_target(target)
+            return averages.log_at(self.by_member, target)
         logp = self.draw_log_prob(target).unflatten(0, (-1, len(self.by_member)))  # draw j belongs to member j mod K
-        return accumulate.log_mean(logp)
+        return averages.log_mean(logp)
 
     def draw_log_prob(self, target: Tensor) -> Tensor:
         """Log probability, or density, of each target under every draw by itself: what stacking weighs.
@@ -187,10 +199,10 @@ class Prediction(Views):
             >>> p.draw_log_prob(torch.tensor([2])).T  # log of 1 / 4
             tensor([[-1.3863, -1.3863, -1.3863]])
         """
-        target = self._check_target(target)
+        target = self.check_target(target)
         values = self._kept()
-        if self._classes:
-            return accumulate.log_at(values, target)
+        if self.discrete:
+            return averages.log_at(values, target)
         assert self.noise is not None  # kept with the samples
         if bool((self.noise == 0).any()):
             raise ValueError(
@@ -210,9 +222,9 @@ class Prediction(Views):
             >>> p.mean, p.epistemic, p.aleatoric
             (tensor([10.]), tensor([4.]), tensor([1.]))
         """
-        self._need("gaussian", "heteroscedastic_gaussian")
+        self._need(discrete=False)
         given = {"mean": mean, "std": std}
-        shift, factor = (accumulate.for_a_row(name, value, self.by_member) for name, value in given.items())
+        shift, factor = (averages.for_a_row(name, value, self.by_member) for name, value in given.items())
         if not bool((factor > 0).all()):
             raise ValueError(f"std must be positive, got {std!r}.")
         square = factor.square()
@@ -225,6 +237,12 @@ class Prediction(Views):
             noise=None if self.noise is None else square * self.noise,
         )
 
+    def with_logs(self, by_draw: Tensor, aleatoric: Tensor) -> "Prediction":
+        """The same with other log-probabilities of every draw (S, N, ..., C), of which so much is aleatoric."""
+        by_member = averages.log_mean(by_draw.unflatten(0, (-1, len(self.by_member))))
+        epistemic = averages.mutual_information(by_member, self.weights, aleatoric)
+        return replace(self, by_draw=by_draw, by_member=by_member, aleatoric=aleatoric, epistemic=epistemic)
+
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Central credible interval of the predictive distribution (real targets) or of the class probabilities.
 
@@ -236,20 +254,19 @@ class Prediction(Views):
             >>> Prediction.from_outputs(torch.zeros(3, 1), "gaussian", scale=1.0).interval(0.9)
             (tensor([-1.6449]), tensor([1.6449]))
         """
-        if not 0 < level < 1:
-            raise ValueError(f"level must lie strictly between 0 and 1, got {level!r}.")
+        averages.check_level(level)
         values, noise, ends = self.samples, self.noise, ((1 - level) / 2, (1 + level) / 2)
         if noise is not None and bool((noise > 0).any()):
-            low, high = (accumulate.mixture_quantile(values, noise, self.weights, end) for end in ends)
+            low, high = (averages.mixture_quantile(values, noise, self.weights, end) for end in ends)
         else:
-            if not self._classes:
+            if not self.discrete:
                 warnings.warn(
                     "This prediction has no observation noise: its intervals are those of the mean and hold fewer "
                     "targets than their level. Call predict(..., scale=) with the noise's standard deviation.",
                     SlimbayesWarning,
                     stacklevel=2,
                 )
-            low, high = (accumulate.quantile(values, self.weights, end) for end in ends)
+            low, high = (averages.quantile(values, self.weights, end) for end in ends)
         return low, high
 
     def plot(self, target: Tensor | None = None, x: Tensor | None = None) -> "Figure":
@@ -257,11 +274,13 @@ class Prediction(Views):
 
         Shape: target as in `log_prob`; x (N,). Returns a matplotlib Figure.
         """
-        return panels.uncertainties(self, target) if self._classes else panels.bands(self, x, target)
+        return panels.uncertainties(self, target) if self.discrete else panels.bands(self, x, target)
 
-    def _need(self, *kinds: str) -> None:
-        if self.likelihood not in kinds:
-            raise AttributeError(f"This has likelihood {self.likelihood!r}; that needs {' or '.join(kinds)}.")
+    def _need(self, discrete: bool) -> None:
+        """Refuse, as a name that is not there, what a prediction of classes, or of real targets, does not have."""
+        if self.discrete != discrete:
+            kinds = " or ".join(name for name, known in LIKELIHOODS.items() if known.discrete == discrete)
+            raise AttributeError(f"This has likelihood {self.likelihood!r}; that needs {kinds}.")
 
     def _kept(self) -> Tensor:
         if self.by_draw is None:
@@ -270,21 +289,6 @@ class Prediction(Views):
 
     def _plain(self, values: Tensor) -> Tensor:
         """Probabilities behind logs (..., C), of a binary target that of class one; means as they are."""
-        if not self._classes:
+        if not self.discrete:
             return values
         return (values[..., 1] if self.likelihood == "bernoulli" else values).exp()
-
-    def _check_target(self, target: Tensor) -> Tensor:
-        """The target, if it fits; a binary one (N, 1), as logits in training, loses its last dimension."""
-        if is_floating(target) and not self._classes and can_read_values(target):
-            check_real(target)
-        needed = self.by_member.shape[1:-1] if self._classes else self.by_member.shape[1:]
-        if self.likelihood == "bernoulli" and target.shape == (*needed, 1):
-            target = target.squeeze(-1)
-        if target.shape != needed:
-            raise ValueError(
-                f"A target of shape {tuple(needed)} is needed for this prediction, got {tuple(target.shape)}."
-            )
-        if self._classes:
-            check_labels(target, self.by_member.shape[-1] if self.likelihood == "categorical" else None)
-        return target

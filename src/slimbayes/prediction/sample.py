@@ -33,10 +33,10 @@ def members(model: nn.Module) -> int:
     >>> members(sb.bayesianize(nn.Linear(2, 2), sb.BatchEnsemble(members=3)))
     3
     """
-    return calls.total_draws(posteriors_in(model), 1)
+    return calls.total_draws(converted_posteriors(model), 1)
 
 
-def posteriors_in(model: nn.Module) -> list[Any]:
+def converted_posteriors(model: nn.Module) -> list[Any]:
     """The posteriors of a converted model, or of a part of one; refuses a model that was never converted."""
     found = passes.posteriors_of(model)
     if not found:
@@ -83,7 +83,7 @@ def sample(
     check_draws("sample", draws, fold)
     if rows not in ("tile", "split"):
         raise ValueError(f'rows must be "tile" or "split", got {rows!r}.')
-    posteriors = posteriors_in(model)
+    posteriors = converted_posteriors(model)
     if not arrays_of((args, kwargs)):
         if rows == "split" or not any(map(is_opaque, (*args, *kwargs.values()))):
             raise ValueError("sample found no tensor among the inputs, so it cannot tell the number of rows.")
@@ -92,13 +92,9 @@ def sample(
         with noise.own_noise(None if seed is None else noise.seed_of(seed), device_of(model)):
             every = (copy_containers((args, kwargs)) for _ in range(draws))
             return stack_draws([model(*own, **options) for own, options in every])
-    held = passes.of(posteriors[0].key)
-    held = None if held is not None and passes.recomputing(held) else held
-    if held is not None and not held.held:
-        raise ValueError("sample was called inside a forward pass of the same model; call it from outside.")
-    held = None if isinstance(held, calls.Scope) else held
+    held = held_draws("sample", posteriors, seed)
     total = calls.total_draws(posteriors, draws) if held is None else held.total
-    how = total, fold, held, rows == "split", False, None if seed is None else free_seed("sample", seed, held)
+    how = total, fold, held, rows == "split", False, None if seed is None else noise.seed_of(seed)
     if torch.compiler.is_compiling():
         return calls.sampled(model, posteriors, args, kwargs, *how)
     try:
@@ -107,11 +103,20 @@ def sample(
         explain(error, model, args, kwargs)
 
 
-def free_seed(what: str, seed: Seed, held: Pass | None) -> int:
-    """The number behind a seed; refused where draws are held, which it could not change."""
-    if held is not None and seed is not None:
+def held_draws(what: str, posteriors: Sequence[Any], seed: Seed) -> Pass | None:
+    """The draws that `frozen` or `mean` hold for a model, if they do, which no seed can change; refused inside its own
+    forward.
+    """
+    held = passes.of(posteriors[0].key) if posteriors else None
+    if held is None or passes.recomputing(held):
+        return None
+    if not held.held:
+        raise ValueError(f"{what} was called inside a forward pass of the same model; call it from outside.")
+    if isinstance(held, calls.Scope):
+        return None
+    if seed is not None:
         raise ValueError(f"{what}(..., seed=) inside `frozen` would change nothing: give the seed to frozen.")
-    return noise.seed_of(seed)
+    return held
 
 
 @contextmanager
@@ -132,7 +137,7 @@ def frozen(model: nn.Module, draws: int = 1, seed: Seed = None) -> Iterator[nn.M
         True
     """
     check_draws("frozen", draws)
-    posteriors = posteriors_in(model)
+    posteriors = converted_posteriors(model)
     if not posteriors:
         yield model
         return
@@ -158,7 +163,7 @@ def mean(model: Model) -> Iterator[Model]:
         ...     torch.equal(net(x), nn.functional.linear(x, net.weight, net.bias))
         True
     """
-    posteriors = posteriors_in(model)
+    posteriors = converted_posteriors(model)
     if any(passes.of(p.key) is not None for p in posteriors):
         raise ValueError("mean cannot run inside frozen, another mean or a call of the model: draws are already held.")
     if not posteriors:
@@ -192,7 +197,7 @@ def write_out(model: Model, draw: int = 0) -> Model:
         ...     bool(torch.allclose(write_out(net, 4)(x), sample(net, x)[4], atol=1e-6))
         True
     """
-    posteriors = posteriors_in(model)
+    posteriors = converted_posteriors(model)
     held = passes.of(posteriors[0].key) if posteriors else None
     if posteriors and (held is None or not held.held or not 0 <= draw < held.total):
         raise ValueError(
@@ -249,7 +254,7 @@ def merge(model: Model, member: int | Literal["mean"] = 0) -> Model:
         >>> type(plain).__name__, bool(torch.allclose(plain(x), sb.sample(net, x)[1], atol=1e-6))
         ('Linear', True)
     """
-    posteriors = posteriors_in(model)
+    posteriors = converted_posteriors(model)
     if not posteriors:
         return debayesianize(copy_modules(model))
     total = calls.total_draws(posteriors, 1)

@@ -1,4 +1,9 @@
-"""Reads records, writes tables and one self-contained page. It sees only files, imports no torch, and loads lazily."""
+"""Reads records, writes tables and one self-contained page. It sees only files, imports no torch, and loads lazily.
+
+record -> groups (runs of one name, and which of their evaluations are meant) -> tables, figures (of charts) -> page
+                                                                              -> comparison
+metric: what scores are called, which way is better, and what a handful of seeds say of them
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -2,7 +2,7 @@
 
 Fields have fixed short names, and text from records is only ever data, a domain or a title. Vega-Lite quotes some of it
 into expressions of its own (the order of bars); the page interprets expressions and never evaluates them as JavaScript.
-A name's colour, dash and shape follow from its place on the page, so they are the same in every chart. The colours are
+A name's colour, dash and shape follow from its number on the page, so they are the same in every chart. The colours are
 safe for colour-blind readers and stand out on light and dark paper. The page sets `focus` to bring one name forward.
 """
 
@@ -18,7 +18,7 @@ _DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3])  # another one each time the co
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left")
 HEIGHT = 260
 
-Names = Mapping[str, int]  # name to place, in the order of the page
+Names = Mapping[str, int]  # the number of each name's colour, in the order of the page
 Point = dict[str, float | int | str]
 Spec = dict[str, Any]
 
@@ -60,15 +60,15 @@ class Axis:
 Fields = dict[str, Axis | str]  # of the rows: an axis for a number, a title for a text
 
 
-def _by_name(names: Names, choices: Sequence[Any], of_place: Callable[[int], int]) -> Spec:
+def _by_name(names: Names, choices: Sequence[Any], chosen: Callable[[int], int]) -> Spec:
     """The encoding of a name as one of some colours, dashes or shapes."""
-    looks = [choices[of_place(place) % len(choices)] for place in names.values()]
+    looks = [choices[chosen(number) % len(choices)] for number in names.values()]
     return {"field": "n", "type": "nominal", "title": None, "scale": {"domain": list(names), "range": looks}}
 
 
 def _shape(names: Names) -> Spec:
     # Names that share a colour differ in shape: the second round of colours starts one shape later.
-    return _by_name(names, _SHAPES, lambda place: place + place // len(PALETTE))
+    return _by_name(names, _SHAPES, lambda number: number + number // len(PALETTE))
 
 
 def _layer(mark: str, opacity: float, encoding: Spec | None = None, **look: Any) -> Spec:
@@ -137,7 +137,7 @@ def lines(
     if band:
         fields |= {"lo": replace(y, title=f"{band}, low"), "hi": replace(y, title=f"{band}, high")}
         layers.append(_layer("area", 0.1, {"y": {"field": "lo"}, "y2": {"field": "hi"}, "tooltip": None}))
-    dash = _by_name(names, _DASHES, lambda place: place // len(PALETTE))
+    dash = _by_name(names, _DASHES, lambda number: number // len(PALETTE))
     layers.append(_layer("line", 1.0, {"strokeDash": dash, "tooltip": None}))
     # Long curves get points too small to see but large enough to point at.
     layers.append(_layer("point", 1.0 if dots else 0.0, filled=True, size=34 if dots else 60))

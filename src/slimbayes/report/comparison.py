@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from slimbayes.report.groups import LoadedRuns, RunGroup, Selection, load, main_set
+from slimbayes.report.groups import EvaluationSet, LoadedRuns, RunGroup, load, main_set
 from slimbayes.report.metric import HEADLINE, MISSING, Metric, bootstrap_interval, mean, metric, printable, sign_flip_p
 from slimbayes.report.record import Frozen, Number, Role
 
@@ -62,7 +62,7 @@ def compare(
     baseline = None if baseline is None else printable(baseline)  # as the names of groups
     if baseline is not None and baseline not in known:
         raise ValueError(f"baseline={baseline!r} is not among the runs; needed one of {known}.")
-    asked = Selection(severity=severity, draws=draws)
+    asked = EvaluationSet(severity=severity, draws=draws)
     rows, notes = [], list(loaded.notes)
     for data in loaded.data:
         groups = loaded.on(data)
@@ -88,7 +88,7 @@ def compare(
     )  # fmt: skip
 
 
-def _selection(groups: Sequence[RunGroup], on: str, asked: Selection) -> Selection:
+def _selection(groups: Sequence[RunGroup], on: str, asked: EvaluationSet) -> EvaluationSet:
     """The sets that `on` names, for the runs of one data set."""
     if on == "test":
         main = main_set(groups)
@@ -96,11 +96,11 @@ def _selection(groups: Sequence[RunGroup], on: str, asked: Selection) -> Selecti
     role = "corruption" if on == "corrupted" else on
     if role in ROLES:
         return replace(asked, role=role)
-    return replace(asked, role=next((role for role in ROLES if on in Selection(role).sets(groups)), on), data=on)
+    return replace(asked, role=next((role for role in ROLES if on in EvaluationSet(role).sets(groups)), on), data=on)
 
 
 def _rows(
-    groups: Sequence[RunGroup], selection: Selection, metrics: Sequence[str] | None, baseline: str | None
+    groups: Sequence[RunGroup], selection: EvaluationSet, metrics: Sequence[str] | None, baseline: str | None
 ) -> list[ComparisonRow]:
     """A row for each group with any score, the best mean of each metric marked."""
     recorded = selection.metrics(groups)
@@ -161,7 +161,7 @@ def _warnings(rows: Sequence[ComparisonRow], baseline: str | None) -> Iterator[s
         yield f"Some rows share no seed or metric with {baseline!r} on their data set: they have no difference."
 
 
-def _nothing(loaded: LoadedRuns, on: str, asked: Selection, metrics: Sequence[str] | None) -> str:
+def _nothing(loaded: LoadedRuns, on: str, asked: EvaluationSet, metrics: Sequence[str] | None) -> str:
     every = [e for group in loaded.groups for record in group.records for e in record.evaluations]
     sets = sorted({f"{'corrupted' if e.role == 'corruption' else e.role} ({e.data})" for e in every})
     draws, names = sorted({e.draws for e in every}), sorted({name for e in every for name in e.metrics})

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from slimbayes.report.charts import Axis, Chart, Names, Point, bars, boxes, intervals, lines, members, points
-from slimbayes.report.groups import CORRUPTED, RunGroup, Selection, main_set
+from slimbayes.report.groups import CORRUPTED, EvaluationSet, RunGroup, main_set
 from slimbayes.report.metric import mean, metric, printable, sort_metrics, standard_error
 from slimbayes.report.record import Evaluation, Record
 
@@ -54,8 +54,8 @@ def _by_metric(names: Sequence[str], draw: Callable[[str], Chart], most: int = M
     return [(metric(name).label, (draw(name),)) for name in names[:most]]
 
 
-def _places(groups: Iterable[RunGroup]) -> Names:
-    return {group.name: group.place for group in groups}
+def _names(groups: Iterable[RunGroup]) -> Names:
+    return {group.name: group.colour for group in groups}
 
 
 def _axis(name: str) -> Axis:
@@ -69,7 +69,7 @@ def _around(field: str, centre: float, spread: float) -> Point:
 
 def reliability(groups: Sequence[RunGroup]) -> Figure | None:
     """Accuracy by confidence, with the share of rows at each confidence; under corruption too where recorded."""
-    main, names = main_set(groups), _places(groups)
+    main, names = main_set(groups), _names(groups)
     severities = sorted({e.severity for e in CORRUPTED.every(groups) if e.reliability})
     sets = {main.role.capitalize(): main} | {f"Severity {s}": replace(CORRUPTED, severity=s) for s in severities}
     sure, hit = (Axis(title, percent=True, domain=(0, 1)) for title in ("Confidence", "Accuracy"))
@@ -85,7 +85,7 @@ def reliability(groups: Sequence[RunGroup]) -> Figure | None:
     return _figure("Reliability", variants, "Set")
 
 
-def _bins(group: RunGroup, selection: Selection) -> list[tuple[float, float, float]]:
+def _bins(group: RunGroup, selection: EvaluationSet) -> list[tuple[float, float, float]]:
     """(confidence, accuracy, share of rows) of equal bins, pooled over seeds and corruptions."""
     sums: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(3))
     for _, evaluation in selection.judged(group):
@@ -105,7 +105,7 @@ def by_severity(groups: Sequence[RunGroup]) -> Figure | None:
     def draw(name: str) -> Chart:
         rows: list[Point] = []
         for group in groups:
-            if clean := list(main.by_seed(group, name).values()):
+            if clean := main.values(group, name):
                 rows.append({"n": group.name, "x": 0, **_around("y", mean(clean), 0.0)})
             for severity, values in by_corruption(group, name).items():
                 spread = float(np.std(values)) if np.isfinite(values).all() else math.nan
@@ -114,7 +114,7 @@ def by_severity(groups: Sequence[RunGroup]) -> Figure | None:
                     point |= {"lo": max(point["lo"], 0.0), "hi": min(point["hi"], 1.0)}
                 rows.append({"n": group.name, "x": severity, **point})
         severity_axis = Axis("Severity", values=sorted({int(row["x"]) for row in rows}))
-        return lines(rows, _places(groups), severity_axis, _axis(name), band="standard deviation")
+        return lines(rows, _names(groups), severity_axis, _axis(name), band="standard deviation")
 
     return _figure("Scores under corruption", _by_metric(CORRUPTED.metrics(groups), draw))
 
@@ -130,7 +130,7 @@ def corruption_boxes(groups: Sequence[RunGroup]) -> Figure | None:
                     low, q1, mid, q3, high = map(float, np.quantile(kept, [0, 0.25, 0.5, 0.75, 1]))
                     box: Point = {"low": low, "q1": q1, "mid": mid, "q3": q3, "high": high}
                     rows.append({"n": group.name, "x": severity, **box})
-        return boxes(rows, _places(groups), "Severity", _axis(name))
+        return boxes(rows, _names(groups), "Severity", _axis(name))
 
     kinds = {e.corruption for e in CORRUPTED.every(groups)}
     variants = _by_metric(CORRUPTED.metrics(groups), draw) if len(kinds) > 1 else ()
@@ -151,16 +151,16 @@ def by_corruption(group: RunGroup, name: str) -> dict[int, list[float]]:
 
 def unfamiliar(groups: Sequence[RunGroup]) -> Figure | None:
     """How well uncertainty tells unfamiliar inputs from test rows."""
-    ood = Selection("ood")
+    ood = EvaluationSet("ood")
 
     def draw(name: str) -> Chart:
         rows: list[Point] = []
         for data in ood.sets(groups):
             for group in groups:
-                if values := list(replace(ood, data=data).by_seed(group, name).values()):
+                if values := replace(ood, data=data).values(group, name):
                     interval = _around("x", mean(values), standard_error(values) or 0.0)
                     rows.append({"g": printable(data), "n": group.name, **interval})
-        return intervals(rows, _places(groups), _axis(name), "Unfamiliar set")
+        return intervals(rows, _names(groups), _axis(name), "Unfamiliar set")
 
     return _figure("Unfamiliar inputs", _by_metric(ood.metrics(groups), draw))
 
@@ -174,7 +174,7 @@ def risk_coverage(groups: Sequence[RunGroup]) -> Figure | None:
         for share, risk in zip(KEPT, np.mean(grids, 0) if grids else ()):
             rows.append({"n": group.name, "x": float(share), "y": float(risk)})
     kept = Axis("Rows kept, the surest first", percent=True, domain=(0, 1))
-    chart = lines(rows, _places(groups), kept, Axis("Error among them ↓", percent=True, zero=True), dots=False)
+    chart = lines(rows, _names(groups), kept, Axis("Error among them ↓", percent=True, zero=True), dots=False)
     return _figure("Risk and coverage", [("", (chart,))])
 
 
@@ -189,7 +189,7 @@ def diversity(groups: Sequence[RunGroup]) -> Figure | None:
     def draw(kind: str, good: str) -> Chart:
         having = [run for run in found if good in run[2].metrics and kind in run[2].diversity]
         rows: list[Point] = [{"n": n, "seed": s, "x": e.metrics[good], "y": e.diversity[kind]} for n, s, e in having]
-        return points(rows, _places(groups), _axis(good), _axis(kind))
+        return points(rows, _names(groups), _axis(good), _axis(kind))
 
     variants = [(metric(kind).label, tuple(draw(kind, good) for good in goods)) for kind in kinds]
     return _figure("Diversity of members", variants, "Measure")
@@ -205,7 +205,7 @@ def checkpoints(groups: Sequence[RunGroup]) -> Figure | None:
     def draw(kind: str, good: str) -> Chart:
         having = [point for point in found if {f"test_{kind}", f"test_{good}"} <= point[2].keys()]
         rows: list[Point] = [{"n": n, "seed": s, "x": c[f"test_{good}"], "y": c[f"test_{kind}"]} for n, s, c in having]
-        return points(rows[:POINTS], _places(groups), _axis(good), _axis(kind))
+        return points(rows[:POINTS], _names(groups), _axis(good), _axis(kind))
 
     variants = [(metric(kind).label, tuple(draw(kind, good) for good in ("accuracy", "nll"))) for kind in kinds]
     return _figure("Diversity on the way", variants, "Measure")
@@ -224,7 +224,7 @@ def member_scores(groups: Sequence[RunGroup]) -> Figure | None:
             alone = [(f"member {k}", scores[name]) for k, scores in enumerate(e.members[:32]) if name in scores]
             kinds = [*alone, ("average", e.metrics[name])] if name in e.metrics else []
             rows += [{"n": group.name, "kind": kind, "x": value} for kind, value in kinds]
-        return members(rows, _places(group for group, _ in found), _axis(name))
+        return members(rows, _names(group for group, _ in found), _axis(name))
 
     names = sort_metrics(name for _, e in found for scores in e.members for name in scores)
     return _figure("Members and their average", _by_metric(names, draw), key=False)
@@ -241,11 +241,11 @@ def draws(groups: Sequence[RunGroup]) -> Figure | None:
         rows: list[Point] = []
         for group in several:
             for count in counts[group.name]:
-                if values := list(replace(main, draws=count).by_seed(group, name).values()):
+                if values := replace(main, draws=count).values(group, name):
                     error = standard_error(values) or 0.0
                     rows.append({"n": group.name, "x": count, **_around("y", mean(values), error)})
         count_axis = Axis("Draws of each member", log=True, values=ticks)
-        return lines(rows, _places(several), count_axis, _axis(name), band="standard error")
+        return lines(rows, _names(several), count_axis, _axis(name), band="standard error")
 
     return _figure("Number of draws", _by_metric(main.metrics(several), draw))
 
@@ -261,7 +261,7 @@ def cost(groups: Sequence[RunGroup]) -> Figure | None:
     for label, title, amount in amounts:
         found = {g.name: [a for r in g.records if (a := amount(r)) is not None] for g in groups}
         rows: list[Point] = [{"n": name, "x": mean(values)} for name, values in found.items() if values]
-        variants.append((label, (bars(rows, _places(groups), Axis(title, zero=True)),)))
+        variants.append((label, (bars(rows, _names(groups), Axis(title, zero=True)),)))
     return _figure("Cost of each method", variants, "Cost", key=False)
 
 
@@ -276,7 +276,7 @@ def training(groups: Sequence[RunGroup]) -> Figure | None:
     def draw(name: str) -> Chart:
         rows: list[Point] = [{"n": g.name, "x": e, "y": value} for g in groups for e, value in _curve(g, name, most)]
         logged = Axis(metric(name).label, percent=metric(name).percent)
-        return lines(rows, _places(groups), Axis("Epoch"), logged, dots=False)
+        return lines(rows, _names(groups), Axis("Epoch"), logged, dots=False)
 
     return _figure("Training", _by_metric(columns, draw, CURVES), "Logged")
 

@@ -19,12 +19,12 @@ Place = tuple[str, str | None, int]  # data, corruption, severity: what an evalu
 
 @dataclass(frozen=True)
 class RunGroup:
-    """The runs of one name on one data set, by seed. `place` is its number on the page: it gives the colour."""
+    """The runs of one name on one data set, by seed. `colour` is the number of its looks on the page."""
 
     data: str
     name: str
     records: tuple[Record, ...]
-    place: int = 0
+    colour: int = 0
 
     @property
     def commands(self) -> list[str]:
@@ -93,13 +93,13 @@ def _group(records: Sequence[Record]) -> tuple[RunGroup, ...]:
     for record in records:
         found.setdefault((record.data, record.name), []).append(record)
     # A name has one colour on the whole page, also when it appears under several data sets.
-    places = {name: i for i, name in enumerate(dict.fromkeys(name for _, name in found))}
+    colours = {name: i for i, name in enumerate(dict.fromkeys(name for _, name in found))}
     seeds = {key: tuple(sorted(runs, key=lambda run: run.seed)) for key, runs in found.items()}
-    shown = _unlike(places)
-    return tuple(RunGroup(data, shown[name], runs, places[name]) for (data, name), runs in seeds.items())
+    shown = _distinct_names(colours)
+    return tuple(RunGroup(data, shown[name], runs, colours[name]) for (data, name), runs in seeds.items())
 
 
-def _unlike(names: Iterable[str]) -> dict[str, str]:
+def _distinct_names(names: Iterable[str]) -> dict[str, str]:
     """Names as they are shown; those that would read alike are numbered."""
     shown: dict[str, str] = {}
     for name in names:
@@ -140,17 +140,17 @@ def _unknown(flat: Sequence[dict[str, str]]) -> set[str]:
     """Fields that some replicates lack beside others that they share: configs are recorded whole, so these were made
     by a version that had no such field."""
     some, common = set(itertools.chain.from_iterable(flat)), {key for key in flat[0] if all(key in one for one in flat)}
-    shared = {_above(key) for key in common}
-    return {key for key in some - common if _above(key) in shared and _alike(flat, key)}
+    shared = {_parent(key) for key in common}
+    return {key for key in some - common if _parent(key) in shared and _of_one_kind(flat, key)}
 
 
-def _above(key: str) -> str:
+def _parent(key: str) -> str:
     return key.rpartition(".")[0]
 
 
-def _alike(flat: Sequence[dict[str, str]], key: str) -> bool:
+def _of_one_kind(flat: Sequence[dict[str, str]], key: str) -> bool:
     """Whether a field's mapping is of one kind everywhere, and the field not a mapping elsewhere."""
-    kinds = {leaves.get(f"{_above(key)}.kind") for leaves in flat}
+    kinds = {leaves.get(f"{_parent(key)}.kind") for leaves in flat}
     return len(kinds) == 1 and not any(other.startswith(f"{key}.") for leaves in flat for other in leaves)
 
 
@@ -164,14 +164,14 @@ def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
 
 
 @dataclass(frozen=True)
-class Selection:
+class EvaluationSet:
     """Which evaluations are meant: those of a role, narrowed where a field is not None.
 
     Unless `draws` is given, a group is judged at the largest number of draws that all its runs have.
 
     Example:
         >>> foggy = Evaluation(data="c", role="corruption", corruption="fog", severity=3, draws=1, rows=9, metrics={})
-        >>> Selection("corruption").fits(foggy), Selection("corruption", severity=2).fits(foggy)
+        >>> EvaluationSet("corruption").fits(foggy), EvaluationSet("corruption", severity=2).fits(foggy)
         (True, False)
     """
 
@@ -219,6 +219,10 @@ class Selection:
                 found.setdefault(record.seed, []).append(evaluation.metrics[name])
         return {seed: mean(values) for seed, values in found.items()}
 
+    def values(self, group: RunGroup, name: str) -> list[float]:
+        """The same without the seeds."""
+        return list(self.by_seed(group, name).values())
+
     def metrics(self, groups: Iterable[RunGroup]) -> list[str]:
         """The metrics that any run has there, in the order of the tables."""
         return sort_metrics(name for evaluation in self.every(groups) for name in evaluation.metrics)
@@ -240,15 +244,15 @@ class Selection:
         return frozenset(set.intersection(*found.values())) if found else frozenset()
 
 
-CORRUPTED = Selection("corruption")
+CORRUPTED = EvaluationSet("corruption")
 
 
-def main_set(groups: Sequence[RunGroup]) -> Selection:
+def main_set(groups: Sequence[RunGroup]) -> EvaluationSet:
     """The set that a page judges by: the first test set, or the first validation set where nobody tested."""
     for role in ("test", "validation"):
-        if names := Selection(role).sets(groups):
-            return Selection(role, names[0])
-    return Selection("test")
+        if names := EvaluationSet(role).sets(groups):
+            return EvaluationSet(role, names[0])
+    return EvaluationSet("test")
 
 
 def _place(evaluation: Evaluation) -> Place:

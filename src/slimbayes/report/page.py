@@ -129,13 +129,13 @@ def _chapter(data: str, groups: tuple[RunGroup, ...], sets: int) -> Chapter:
     sections: dict[str, list[PagePart]] = {}
     for title, parts in plan.items():
         for part in (part for part in parts if part):
-            short = replace(part, variants=part.variants[: _menu(sets)]) if isinstance(part, Figure) else part
+            short = replace(part, variants=part.variants[: _most_choices(sets)]) if isinstance(part, Figure) else part
             sections.setdefault(title, []).append(short)
     rows = next((evaluation.rows for evaluation in main_set(groups).every(groups)), None)
     return Chapter(data, groups, rows, sections)
 
 
-def _menu(sets: int) -> int:
+def _most_choices(sets: int) -> int:
     """How many choices a figure may offer: every one is a chart, and a page with many data sets must stay small."""
     return 8 if sets <= 2 else 4 if sets <= 5 else 2 if sets <= 10 else 1
 
@@ -163,7 +163,7 @@ def _gallery(group: RunGroup, record: Record, room: int) -> Gallery:
 
 def _notes(chapters: Sequence[Chapter]) -> Iterator[str]:
     if (sets := len(chapters)) > 2:
-        first = f"the first of its choices only ({_menu(sets)} at most)"
+        first = f"the first of its choices only ({_most_choices(sets)} at most)"
         yield f"With {sets} data sets on one page each figure shows {first}."
     for chapter in chapters:
         shared, places = CORRUPTED.shared_places(chapter.groups), CORRUPTED.all_places(chapter.groups)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import ClassVar
 
-from slimbayes.report.groups import CORRUPTED, RunGroup, Selection, main_set
+from slimbayes.report.groups import CORRUPTED, EvaluationSet, RunGroup, main_set
 from slimbayes.report.metric import MISSING, bootstrap_interval, mean, metric, standard_error
 from slimbayes.report.record import Record
 
@@ -63,10 +63,10 @@ class PageTable:
         return [(over, len(list(under))) for over, under in groupby(column.over for column in self.columns)]
 
 
-def _scores(groups: Sequence[RunGroup], selection: Selection, name: str, over: str) -> PageColumn:
+def _scores(groups: Sequence[RunGroup], selection: EvaluationSet, name: str, over: str) -> PageColumn:
     """A metric on the selected sets."""
     known = metric(name)
-    values = [list(selection.by_seed(group, name).values()) for group in groups]
+    values = [selection.values(group, name) for group in groups]
     means = [mean(numbers) for numbers in values]
     leading = known.best(means) if sum(map(bool, values)) > 1 else set()
     places, cells = known.decimals(means), []
@@ -113,7 +113,7 @@ def every_score(groups: Sequence[RunGroup]) -> PageTable | None:
 def other_sets(groups: Sequence[RunGroup]) -> PageTable | None:
     """Scores under natural shift, and on further test or validation sets."""
     roles = ("test", "shift", "validation")
-    sets = [Selection(role, data) for role in roles for data in Selection(role).sets(groups)]
+    sets = [EvaluationSet(role, data) for role in roles for data in EvaluationSet(role).sets(groups)]
     columns = [
         _scores(groups, other, name, f"{other.data} ({other.role})")
         for other in sets
@@ -127,9 +127,9 @@ def other_sets(groups: Sequence[RunGroup]) -> PageTable | None:
 def unfamiliar(groups: Sequence[RunGroup]) -> PageTable | None:
     """Scores of telling unfamiliar inputs from test rows."""
     columns = [
-        _scores(groups, Selection("ood", data), name, data)
-        for data in Selection("ood").sets(groups)
-        for name in Selection("ood", data).metrics(groups)
+        _scores(groups, EvaluationSet("ood", data), name, data)
+        for data in EvaluationSet("ood").sets(groups)
+        for name in EvaluationSet("ood", data).metrics(groups)
     ]
     return PageTable("Unfamiliar inputs", groups, columns) if columns else None
 
@@ -183,11 +183,13 @@ def reasons(groups: Sequence[RunGroup]) -> Iterator[str]:
         mine = [group for group in groups if group.data == data]
         judged = main_set(mine)
         plain = next((group for group in mine if group.records[0].method == PLAIN), None)
-        for group in mine if plain else ():
-            assert plain is not None
-            ours, theirs = (judged.by_seed(one, "nll") for one in (group, plain))
+        if plain is None:
+            continue
+        theirs = judged.by_seed(plain, "nll")
+        for group in (group for group in mine if group is not plain):
+            ours = judged.by_seed(group, "nll")
             differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-            if group is not plain and differences and mean(differences) > 0:
+            if differences and mean(differences) > 0:
                 told = f"{group.name!r} on {data!r} has an NLL of {mean(list(ours.values())):.3f} against "
                 told += f"{mean(list(theirs.values())):.3f} of {plain.name!r}{_doubt(differences)}. "
                 yield told + _cause(group, plain, mean(differences)) + _draws(group, judged, mean(differences))
@@ -229,12 +231,12 @@ def _late_fall(record: Record) -> float:
     return nll[-1 - late] - nll[-1] if len(nll) > late else 0.0
 
 
-def _draws(group: RunGroup, judged: Selection, gap: float) -> str:
+def _draws(group: RunGroup, judged: EvaluationSet, gap: float) -> str:
     """What more draws gave it, where that is a good part of what is missing."""
     counts = judged.draw_counts(group)
     if len(counts) < 2:
         return ""
-    few, many = (mean(list(replace(judged, draws=n).by_seed(group, "nll").values())) for n in counts[-2:])
+    few, many = (mean(replace(judged, draws=n).values(group, "nll")) for n in counts[-2:])
     return (
         f" From {counts[-2]} to {counts[-1]} draws it gained {few - many:.3f}: take more."
         if few - many > gap / 4

@@ -19,7 +19,7 @@ from slimbayes.models.feedforward import start_kernels
 from slimbayes.posteriors.configs.base import Config
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.posteriors.configs.whole_modules import Ensemble
-from slimbayes.prediction.accumulate import log_at
+from slimbayes.prediction.averages import log_at
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
 
 Noise = float | Literal["heteroscedastic", "learned"]

@@ -156,7 +156,7 @@ class Predictor(NamedTuple):
         """How many networks each member can be, where all are run; 0 where the config asks for draws."""
         if self.experiment.evaluate.draws != "exact":
             return 0
-        return Networks(self.network, None, True, "auto", 0).count // sb.members(self.network)
+        return Networks(self.network, None, True, "auto", 0).predicted_members // sb.members(self.network)
 
     def predictions(
         self, rows: Rows, place: str, draws: Sequence[int], workers: int = 0, name: str = ""

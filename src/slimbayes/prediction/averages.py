@@ -1,5 +1,5 @@
-"""Accumulator: what a Prediction is made of, from draws that arrive in chunks; and averages over draws and members that
-may have weights.
+"""Averages over draws, and over members that may have weights: means, quantiles, mixtures. And Accumulator, which makes
+those that a Prediction is made of from draws that arrive in chunks.
 
 Sizes: S draws, K members, N rows, C classes.
 """
@@ -31,7 +31,7 @@ class Accumulator:
         class_dim: int | None = None,
         weights: Tensor | Sequence[float] | None = None,
     ) -> None:
-        self.of = likelihood_named(likelihood)
+        self.meaning = likelihood_named(likelihood)
         if not isinstance(scale, Tensor) or can_read_values(scale):
             check_positive("scale", torch.as_tensor(scale), zero=True)
         self.likelihood, self.members, self.scale, self.keep = likelihood, members, scale, keep
@@ -46,15 +46,15 @@ class Accumulator:
 
     def add(self, outputs: Tensor) -> None:
         """Take outputs (S', N, ...) of further draws; their number must be a multiple of the members."""
-        if outputs.dim() < (3 if self.of.option == "class_dim" else 2) or len(outputs) % self.members:
+        if outputs.dim() < (3 if self.meaning.option == "class_dim" else 2) or len(outputs) % self.members:
             raise ValueError(
                 f"Outputs need an axis of draws, as many for each of {self.members} members, and one of rows, got "
                 f"shape {tuple(outputs.shape)}."
             )
         wide = outputs if outputs.dtype == torch.float64 else outputs.float()
-        values, noise = self.of.predictive(wide, self.scale, self.class_dim)
+        values, noise = self.meaning.predictive(wide, self.scale, self.class_dim)
         by_member = values.unflatten(0, (-1, self.members))
-        if self.of.discrete:
+        if self.meaning.discrete:
             fresh = torch.logsumexp(by_member, 0)
             self.member_sum = fresh if self.member_sum is None else torch.logaddexp(self.member_sum, fresh)
         else:
@@ -75,12 +75,12 @@ class Accumulator:
         """Values (S', ...) of draws, or (K, ...) of members, times K w of their member: factors of mean one."""
         if self.weights is None:
             return values
-        return values * along_draws((len(values) * draw_shares(self.weights, values)).to(values), values)
+        return values * unsqueeze_like((len(values) * draw_shares(self.weights, values)).to(values), values)
 
     def sound(self) -> bool:
         """Whether draws so far are numbers, or finite means. One number is read from the device."""
         total = self.member_sum.sum()
-        if self.of.discrete:
+        if self.meaning.discrete:
             return not bool(total.isnan())  # a probability of zero has the log -inf
         finite = bool((total + self.noise_sum.sum()).isfinite())  # large numbers may add up to infinity
         return finite or bool(self.member_sum.isfinite().all() & self.noise_sum.isfinite().all())
@@ -88,10 +88,9 @@ class Accumulator:
     def fields(self) -> dict[str, Any]:
         """The fields of a Prediction."""
         each, aleatoric = self.count // self.members, self.noise_sum / self.count  # draws of a member
-        if self.of.discrete:
+        if self.meaning.discrete:
             by_member = self.member_sum - math.log(each)
-            # A mutual information; rounding may dip below zero.
-            epistemic = (entropy(log_mean(by_member, self.weights)) - aleatoric).clamp_min(0)
+            epistemic = mutual_information(by_member, self.weights, aleatoric)
         else:
             by_member, epistemic = self.member_sum / each, self.square / self.count
         return {
@@ -101,7 +100,7 @@ class Accumulator:
             "aleatoric": aleatoric,
             "epistemic": epistemic,
             "by_draw": torch.cat(self.samples) if self.keep else None,
-            "noise": torch.cat(self.noises) if self.keep and not self.of.discrete else None,
+            "noise": torch.cat(self.noises) if self.keep and not self.meaning.discrete else None,
             "weights": self.weights,
         }
 
@@ -118,16 +117,30 @@ def _checked_weights(weights: Tensor | Sequence[float], members: int) -> Tensor:
     return torch.tensor([w / total for w in given], dtype=torch.float64, device=device)
 
 
-def along_draws(factors: Tensor, values: Tensor) -> Tensor:
-    """Factors (S,), or (S, N), shaped to meet values (S, N, ...)."""
+def unsqueeze_like(factors: Tensor, values: Tensor) -> Tensor:
+    """Factors (S,), or (S, N), with dimensions of size one behind them to meet values (S, N, ...)."""
     return factors.reshape(*factors.shape, *[1] * (values.dim() - factors.dim()))
+
+
+def member_mean(values: Tensor, weights: Tensor | None) -> Tensor:
+    """Mean over the first axis of values (K, ...) of members, weighted by (K,), by (K, N) or equally."""
+    if weights is None:
+        return values.mean(0)
+    return (unsqueeze_like(weights.to(values), values) * values).sum(0)
 
 
 def log_mean(logs: Tensor, weights: Tensor | None = None) -> Tensor:
     """Log of the mean over the first axis of what has these logs (K, ...), weighted by (K,), by (K, N) or equally."""
     if weights is None:
         return torch.logsumexp(logs, 0) - math.log(len(logs))
-    return torch.logsumexp(logs + along_draws(weights.log().to(logs), logs), 0)
+    return torch.logsumexp(logs + unsqueeze_like(weights.log().to(logs), logs), 0)
+
+
+def mutual_information(by_member: Tensor, weights: Tensor | None, aleatoric: Tensor) -> Tensor:
+    """What draws disagree on (N, ...): the entropy of the average of members' log probabilities (K, N, ..., C), less
+    the mean entropy of the draws. Rounding may dip below zero.
+    """
+    return (entropy(log_mean(by_member, weights)) - aleatoric).clamp_min(0)
 
 
 def quantile(values: Tensor, weights: Tensor | None, level: float) -> Tensor:
@@ -141,7 +154,7 @@ def quantile(values: Tensor, weights: Tensor | None, level: float) -> Tensor:
     """
     if weights is None:
         return torch.quantile(values, level, dim=0)
-    shares = along_draws(draw_shares(weights, values), values)
+    shares = unsqueeze_like(draw_shares(weights, values), values)
     ordered, order = values.sort(0)
     share = shares.expand_as(values).gather(0, order)
     width = shares.square().sum(0)
@@ -165,7 +178,7 @@ def mixture_below(at: Tensor, means: Tensor, scale: Tensor, weights: Tensor | No
     in float64, members and weights as in `quantile`.
     """
     own = torch.special.ndtr((at - means) / scale.clamp_min(torch.finfo(torch.float64).tiny))
-    return (along_draws(draw_shares(weights, means), own) * own).sum(0)
+    return (unsqueeze_like(draw_shares(weights, means), own) * own).sum(0)
 
 
 def mixture_quantile(means: Tensor, noise: Tensor, weights: Tensor | None, level: float) -> Tensor:
@@ -181,6 +194,12 @@ def mixture_quantile(means: Tensor, noise: Tensor, weights: Tensor | None, level
         short = mixture_below(middle, wide, scale, weights) < level
         low, high = torch.where(short, middle, low), torch.where(short, high, middle)
     return ((low + high) / 2).to(means.dtype)
+
+
+def check_level(level: float) -> None:
+    """Refuse what is no probability of an interval or a set."""
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie strictly between 0 and 1, got {level!r}.")
 
 
 def for_a_row(name: str, value: float | Tensor, like: Tensor) -> Tensor:
