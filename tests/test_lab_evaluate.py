@@ -18,7 +18,8 @@ from slimbayes.data import Split
 from slimbayes.lab.configs.files import merged, validate
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.finished import diagnose as cases
-from slimbayes.lab.finished.diagnose import Case, diagnose
+from slimbayes.lab.finished.diagnose import Case
+from slimbayes.lab.papers.diagnostics import diagnose
 from slimbayes.lab.papers.table import error_rates
 from slimbayes.lab.runs import evaluate as other_sets
 from slimbayes.lab.runs.fit import evaluate_run, fit, load_run
@@ -132,7 +133,7 @@ def test_two_classes_from_words(network: str, method: str, tmp_path: Path) -> No
             float(2 * (p - y).square().mean()), rel=1e-5
         )
         assert found["nll"] == pytest.approx(float(-torch.where(y == 1, p, 1 - p).log().mean()), rel=1e-5)
-        case = Case(folder, None, execution=CPU)
+        case = Case(folder, execution=CPU)
         case.__dict__["loaded"] = load_run(folder, CPU, dataset=data)
         errors = cases.scores(case, net)
         assert errors["brier_sem"] == pytest.approx(float((2 * (p - y).square()).std()) / math.sqrt(len(y)), rel=1e-5)
@@ -261,7 +262,7 @@ def test_a_perfect_regression_has_the_likelihood_of_its_noise(
     network = sb.bayesianize(Exact(), sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0)))
     loaded = Predictor(validate(regression(train={"noise": noise})), network, task, "gaussian")
     monkeypatch.setattr(cases, "load_run", lambda *_: loaded)
-    numbers, _ = diagnose("elbo", Case(tmp_path, tmp_path, draws=2, options={"rows": rows}))
+    numbers, _ = diagnose("elbo", Case(tmp_path, draws=2, options={"rows": rows}))
     log_density = -float(torch.distributions.Normal(mean, noise * std).log_prob(mean))  # in the targets' own units
     assert numbers["draw_nll"] == pytest.approx(log_density, abs=1e-4)
     assert numbers["rmse"] < 1e-3 and -numbers["lpd"] == pytest.approx(log_density, abs=1e-4)

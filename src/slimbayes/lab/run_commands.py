@@ -71,7 +71,7 @@ def diagnose(
 ) -> None:
     """Look at a run's posterior: ELBO, calibration, k-hat; of Gaussian ones spectrum, truncation, gradient noise."""
     from slimbayes.lab.execution import Execution
-    from slimbayes.lab.finished.after_training import diagnose_run, diagnosis_lines
+    from slimbayes.lab.finished.diagnose import diagnose_run, diagnosis_lines
 
     found = diagnose_run(run, Execution(accelerator=accelerator, data_dir=data_dir), draws)
     typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(diagnosis_lines(found)))
@@ -87,7 +87,7 @@ def stack(
 ) -> None:
     """Weigh a run's members or components by its validation rows (stacking), and judge it again."""
     from slimbayes.lab.execution import Execution
-    from slimbayes.lab.finished.after_training import stack_run, weight_lines
+    from slimbayes.lab.finished.stack_export import stack_run, weight_lines
     from slimbayes.lab.runs.watchers import Bars, print_scores
 
     with Bars("stacked") as bars:
@@ -127,7 +127,7 @@ def export(
 ) -> None:
     """Write a run as one file that predicts without slimbayes; `slimbayes serve` takes .onnx files."""
     from slimbayes.lab.configs.trees import ConfigError
-    from slimbayes.lab.finished.after_training import export_run
+    from slimbayes.lab.finished.stack_export import export_run
 
     file = output or Path(f"{run.resolve().name}.{to}")
     if file.suffix != f".{to}":

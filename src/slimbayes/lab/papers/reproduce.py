@@ -24,7 +24,8 @@ from slimbayes.data.uci import standard_splits
 from slimbayes.errors import brief
 from slimbayes.files import write_json
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.finished.diagnose import Case, diagnose
+from slimbayes.lab.finished.diagnose import Case
+from slimbayes.lab.papers.diagnostics import diagnose
 from slimbayes.lab.papers.rows import PaperRow, Scale, find
 from slimbayes.lab.papers.status import by_hash
 from slimbayes.lab.papers.table import (
@@ -122,7 +123,7 @@ def _run(
     row: PaperRow, seed: int, out: Path, execution: Execution, scale: Scale, watcher: Watcher, known: Mapping[str, Path]
 ) -> RowResult:
     if not row.trains:
-        case = Case(None, out, 1, seed, row.paper.options, execution)
+        case = Case(None, 1, seed, row.paper.options, execution)
         numbers, files = _diagnosed(row, case, out, f"{row.stem}-{seed}", "")
         return RowResult(row, seed, numbers, files=files)
     experiment = row.experiment(scale, seed)
@@ -134,7 +135,7 @@ def _run(
         fit(experiment, folder, execution, resume=True, watcher=watcher)
     record = read(folder)
     draws = draws_of(record, row.paper.draws)
-    case = Case(folder, out, draws, seed, row.paper.options, execution)
+    case = Case(folder, draws, seed, row.paper.options, execution)
     numbers, files = _diagnosed(row, case, out, f"{row.stem}-{seed}-{experiment.hash}", record.digest)
     made = [parse_json(read_file(out / name))["details"] for name in files if name.endswith("-corruption.json")]
     more = [Evaluation.model_validate(one) for details in made for one in details]  # beside the record's own

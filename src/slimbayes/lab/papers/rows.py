@@ -6,7 +6,7 @@ paper:
   table: Table 2                                    or figure: Figure 5
   columns: [nll, accuracy]
   units: {accuracy: "%"}                            as printed; without one, a score is as the record has it
-  diagnostic: spectrum                              one or several of `slimbayes.lab.finished.diagnose`
+  diagnostic: spectrum                              one or several of `slimbayes.lab.papers.diagnostics`
   claims: [{better: rank1-gaussian, than: deterministic, score: nll}]
 rows:                                               see configs/trees.py
   mfvi: {method: {kind: MeanField}, paper: {row: MFVI BNN, numbers: [0.214, 94.7]}}
@@ -49,7 +49,7 @@ class Printed(BaseModel):
         draws: of each member; by default the largest number that is evaluated.
         repeat: what each of `--seeds` sets: the seed alone, or the standard split of the data too.
         relative_to: the row whose errors on corrupted rows count as 100.
-        diagnostic, options: functions of `slimbayes.lab.finished.diagnose` and their arguments.
+        diagnostic, options: functions of `slimbayes.lab.papers.diagnostics` and their arguments.
         claims: what the paper says of the table's rows, each judged over seeds.
         note: how the row differs from the paper's.
     """

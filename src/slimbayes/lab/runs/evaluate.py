@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
@@ -16,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-import slimbayes as sb
 from slimbayes.data import Split, corrupt, load
 from slimbayes.data.catalog import find
 from slimbayes.data.folders import ImageFolder, read_square
@@ -27,7 +25,6 @@ from slimbayes.lab.runs.scores import ood_scores
 from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.lab.tasks.intake import check_split
 from slimbayes.lab.tasks.task import Rows, Task, limited
-from slimbayes.metrics.functional import labelled
 from slimbayes.report.record import Evaluation, Example
 
 _ENTROPY = 3  # column of what `row_facts` says of a row
@@ -202,49 +199,3 @@ def _picture(rows: Rows, index: int) -> str | None:
     out = io.BytesIO()
     Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(out, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
-
-
-# --- the ELBO and standard errors ---
-
-
-def scores_with_errors(predictor: Predictor, rows: Split, draws: int) -> dict[str, float]:
-    """Scores of a network under its run's own evaluation, with the ELBO per row at full KL weight.
-
-    With a number comes its standard error: `_sem` over test rows, which is what the k-tied paper prints (0.15 % for an
-    accuracy of 97.6 % of 10,000 rows), and `_sem_draws` over draws, which is what its captions say.
-    """
-    task = predictor.task
-    (made,), _ = predictor.score(rows, [draws], task.name, "validation")
-    with torch.no_grad():
-        kl = float(sb.kl(predictor.network)) / len(task.train)
-        by_draw, by_row = _log_likelihoods(predictor, rows, draws)
-    alone = -float(by_draw.mean())
-    numbers = {**made.metrics, "neg_elbo": alone + kl, "draw_nll": alone, "kl": kl}
-    errors = {"neg_elbo": by_draw.mean(0), **by_row}
-    numbers |= {f"{name}_sem": _standard_error(values) for name, values in errors.items() if name in numbers}
-    if len(by_draw) > 1:
-        numbers["neg_elbo_sem_draws"] = _standard_error(by_draw.mean(1))
-    if "brier" in numbers:  # TensorFlow Probability's Brier score
-        numbers |= {"brier_shifted": numbers["brier"] - 1, "brier_shifted_sem": numbers["brier_sem"]}
-    return numbers
-
-
-def _standard_error(values: Tensor) -> float:
-    return float(values.double().std() / math.sqrt(len(values)))
-
-
-def _log_likelihoods(predictor: Predictor, rows: Split, draws: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-likelihoods of rows in their own units under each draw, (S, N), and scores of each row, (N,), by name."""
-    by_draw: list[Tensor] = []
-    by_row: dict[str, list[Tensor]] = {}
-    for found, y in predictor.with_training_noise().predictions(rows, "elbo", [draws]):
-        p = found[draws]
-        logs = p.draw_log_prob(y)
-        by_draw.append(logs.flatten(2).sum(-1) if logs.dim() > 2 else logs)
-        if not predictor.task.real and y.dim() == 1:
-            probs, label = labelled(p, y)
-            off = probs - torch.nn.functional.one_hot(label, probs.shape[-1])
-            by_row.setdefault("brier", []).append(off.square().sum(-1))
-            by_row.setdefault("nll", []).append(-p.log_prob(y))
-            by_row.setdefault("accuracy", []).append((p.label == y).double())
-    return torch.cat(by_draw, 1), {name: torch.cat(parts) for name, parts in by_row.items()}

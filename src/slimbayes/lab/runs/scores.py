@@ -5,7 +5,6 @@ Sizes: S draws, N rows, C classes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,12 +14,11 @@ from torch import Tensor
 
 from slimbayes import metrics
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.report.record import Evaluation, Reliability, RiskCoverage
+from slimbayes.report.record import Reliability, RiskCoverage
 
 Metrics = dict[str, Any]  # by name; each has `update` and `compute`
 _POINTS = 50  # of a risk-coverage curve
 _COMPARED = 8  # draws of a single member that diversity compares
-_FEW = 5  # rows: bins of no more are outliers in calibration errors of papers (Chang et al. 2019, D.2)
 
 
 @dataclass
@@ -159,17 +157,3 @@ def _used(group: Metrics) -> Metrics:
 
 def _numbers(group: Metrics) -> dict[str, float]:
     return {name: float(metric.compute()) for name, metric in group.items()}
-
-
-def calibration_errors(evaluation: Evaluation) -> dict[str, float]:
-    """Calibration errors of an evaluation without its bins of few rows; shares are of all rows."""
-    curve = evaluation.reliability
-    if curve is None:
-        raise ValueError(
-            f"The evaluation on {evaluation.data} has no reliability curve to take calibration errors from."
-        )
-    gaps = [(n, abs(a - c)) for n, a, c in zip(curve.count, curve.accuracy, curve.confidence, strict=True) if n > _FEW]
-    return {
-        "ece": sum(n * gap for n, gap in gaps) / evaluation.rows,
-        "mce": max((gap for _, gap in gaps), default=math.nan),
-    }

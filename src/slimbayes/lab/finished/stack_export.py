@@ -1,7 +1,4 @@
-"""What can be made of a finished run: a diagnosis, a stacked run, a file that predicts.
-
-`slimbayes diagnose RUN` is everything the diagnostics say of it, as plain data and as lines of 80 characters. What a
-posterior cannot be asked (a spectrum of picks, a k-hat without a density) is said in a line of its own.
+"""What can be made of a finished run: a stacked run, a file that predicts.
 
 `slimbayes stack RUN` weighs its members or components by its validation rows, in a run of its own, whose directory is a
 copy of the old one, but for the weights in posterior/ and model/, its name and its record; the old run stays as it is.
@@ -15,9 +12,6 @@ categories are codes and numbers are scaled, by what stands in the run's inputs.
 from __future__ import annotations
 
 import shutil
-import textwrap
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,115 +20,18 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.data import Split
-from slimbayes.diagnostics.check import lines as check_lines
-from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.files import write_text
 from slimbayes.lab.configs.files import validate
 from slimbayes.lab.configs.trees import dump
 from slimbayes.lab.execution import Execution, key
-from slimbayes.lab.finished.diagnose import Case, elbo, snr, spectrum, truncation
-from slimbayes.lab.runs.fit import diagnose_fit, load_run, write_record
-from slimbayes.lab.runs.folder import RunError, read_curve, seal
+from slimbayes.lab.finished.diagnose import layer_column
+from slimbayes.lab.runs.fit import load_run, write_record
+from slimbayes.lab.runs.folder import RunError, seal
 from slimbayes.lab.runs.inputs import read_predictor
 from slimbayes.lab.runs.predictor import Predictor
 from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.lab.tasks.task import Task
 from slimbayes.prediction.export import Exported, export
-
-WIDTH = 80
-_NAME = 26  # characters of a layer's name
-_SCORES = ("neg_elbo", "draw_nll", "kl", "nll", "accuracy", "ece", "mce", "rmse", "lpd", "crps")
-_SHOWN = ("neg_elbo", "nll", "accuracy", "ece", "rmse", "lpd")  # scores of truncated posteriors
-_LABELS = {"neg_elbo": "-ELBO", "draw_nll": "NLL of a draw", "kl": "KL"}
-
-
-def diagnose_run(run: Path, execution: Execution, draws: int = 16) -> dict[str, Any]:
-    """Look at a finished run: ELBO, scores and calibration of its test rows, the check of its fit with k-hat, spectrum,
-    scales cut to ranks 1 to 3 where its matrices have them, and the noise of gradients. `draws` are of each member.
-    """
-    case = Case(run, run, draws, execution=execution)
-    experiment, network, task, _ = case.loaded
-    found: dict[str, Any] = {"run": experiment.name, "method": experiment.method_text, "data": task.name}
-    found |= {"draws": draws, "notes": []}
-
-    def add(name: str, ask: Callable[[], Any]) -> None:
-        try:
-            found[name] = ask()
-        except (ValueError, TypeError, NotImplementedError, ArithmeticError) as error:
-            found["notes"].append(f"{name}: {error}")
-
-    add("scores", lambda: elbo(case)[0])
-    add("check", lambda: dict(diagnose_fit(case.loaded, run, read_curve(run))))
-    try:
-        narrowest = min(min(p.site.matrix) for p in gaussian_sites(network).values())
-    except ValueError as error:
-        found["notes"].append(f"spectrum, truncation and SNR: {error}")
-        return found
-    add("spectrum", lambda: spectrum(replace(case, picture=None))[1])
-    for rank in (rank for rank in (1, 2, 3) if rank <= narrowest):
-        cut = replace(case, options={"rank": rank})
-        add(f"rank {rank}", lambda: truncation(cut)[0])  # noqa: B023 (called at once)
-    add("snr", lambda: snr(case)[1])
-    return found
-
-
-def diagnosis_lines(found: Mapping[str, Any]) -> list[str]:
-    """What was found in lines of at most 80 characters."""
-    fold = textwrap.TextWrapper(WIDTH, subsequent_indent="    ", break_on_hyphens=False)
-    return [line for whole in _lines(found) for line in fold.wrap(whole) or [whole]]
-
-
-def _lines(found: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{found['run']}: {found['method']}, {found['data']}"
-    if scores := found.get("scores"):
-        yield ""
-        yield f"Test rows, {found['draws']} draws of each member (± standard error over rows)"
-        for name in (name for name in _SCORES if name in scores):
-            error = f" ± {scores[f'{name}_sem']:.4f}" if f"{name}_sem" in scores else ""
-            yield f"  {_LABELS.get(name, name):<16}{scores[name]:>12.4f}{error}"
-    if check := found.get("check"):
-        yield ""
-        yield "Fit, on some training rows (128 at most)"
-        yield from (f"  {line}" for line in check_lines(check, "rmse" in found.get("scores", {})))
-        yield from (f"  ! {warning}" for warning in check["warnings"])
-    yield from _gaussian(found)
-    if found["notes"]:
-        yield ""
-        yield from (f"Not asked: {note}" for note in found["notes"])
-
-
-def _gaussian(found: Mapping[str, Any]) -> Iterator[str]:
-    """What only posteriors with means and scales have."""
-    if spectra := found.get("spectrum"):
-        yield ""
-        yield "Share of the variance that the first singular values explain"
-        yield f"  {'weight':<{_NAME}} {'matrix':>11}  scales: 1      2      3  means: 1"
-        for name, one in spectra.items():
-            sums = [sum(one["scales"][:k]) for k in (1, 2, 3)]
-            shape = "x".join(map(str, one["shape"]))
-            shown = " ".join(f"{share:6.4f}" for share in sums)
-            yield f"  {_column(name, _NAME)} {shape:>11}   {shown}    {one['means'][0]:6.4f}"
-    cut = {name: scores for name, scores in found.items() if name.startswith("rank ")}
-    if cut:
-        names = [name for name in _SHOWN if any(name in scores for scores in cut.values())]
-        yield ""
-        yield "Scales cut to a rank"
-        yield "  " + f"{'':<10}" + "".join(f"{_LABELS.get(name, name):>12}" for name in names)
-        for label, scores in {"as trained": found.get("scores", {}), **cut}.items():
-            cells = "".join(f"{scores[name]:>12.4f}" if name in scores else f"{'-':>12}" for name in names)
-            yield f"  {label:<10}{cells}"
-    if ratios := found.get("snr"):
-        yield ""
-        yield "Signal-to-noise ratio of the gradients of scales, ten batches, as trained"
-        yield f"  {'layer':<{_NAME}} {'mean':>12} {'median':>12}"
-        for name, mean in ratios["mean"].items():
-            yield f"  {_column(name, _NAME)} {mean:>12.4g} {ratios['median'][name]:>12.4g}"
-
-
-def _column(name: str, width: int) -> str:
-    """A layer's name in a column: its end, where it is long."""
-    return f"{name if len(name) <= width else '…' + name[1 - width :]:<{width}}"
-
 
 _LEFT = ("checkpoints", "record.json", "SHA256SUMS", ".lock", ".claim", "log.txt")
 
@@ -184,7 +81,7 @@ def weight_lines(weights: dict[str, Tensor]) -> list[str]:
     for name, values in weights.items():
         shown = [f"{value:.3f}" for value in values.tolist()]
         more = f" … {len(shown)}" if len(shown) > 7 else ""
-        out.append(f"{_column(name or '(the model)', 32)} {' '.join(shown[:7])}{more}")
+        out.append(f"{layer_column(name or '(the model)', 32)} {' '.join(shown[:7])}{more}")
     return out
 
 
