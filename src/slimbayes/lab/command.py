@@ -261,7 +261,7 @@ def config_check(config: Path, overrides: Overrides = [], scale: Scale = "full")
 def config_show(config: Path, overrides: Overrides = [], scale: Scale = "full") -> None:  # noqa: B006
     """Print a config with everything it extends and every default written out."""
     from slimbayes.lab.configs.files import load
-    from slimbayes.lab.configs.trees import dump
+    from slimbayes.lab.configs.yaml_text import dump
 
     typer.echo(dump(load(config, overrides, scale).resolved), nl=False)
 

@@ -48,8 +48,8 @@ def init(
 ) -> None:
     """Look at data of your own and write a commented config for them."""
     from slimbayes.files import write_text
+    from slimbayes.lab.configs.files import ConfigError
     from slimbayes.lab.configs.init import config_text, left_out
-    from slimbayes.lab.configs.trees import ConfigError
 
     file = output or Path(f"{data.resolve().stem or 'data'}.yaml")
     if file.exists():
@@ -126,7 +126,7 @@ def export(
     allow_code: AllowCode = False,
 ) -> None:
     """Write a run as one file that predicts without slimbayes; `slimbayes serve` takes .onnx files."""
-    from slimbayes.lab.configs.trees import ConfigError
+    from slimbayes.lab.configs.files import ConfigError
     from slimbayes.lab.finished.stack_export import export_run
 
     file = output or Path(f"{run.resolve().name}.{to}")

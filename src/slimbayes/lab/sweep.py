@@ -29,8 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slimbayes.errors import brief, cut
-from slimbayes.lab.configs.files import ConfigError, load, parse_override, read_tree, with_values
-from slimbayes.lab.configs.trees import row_names
+from slimbayes.lab.configs.files import ConfigError, load, parse_override, read_tree, row_names, with_values
 from slimbayes.lab.execution import signals_to
 from slimbayes.lab.runs.process import Run, train
 

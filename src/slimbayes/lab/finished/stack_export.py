@@ -22,7 +22,7 @@ import slimbayes as sb
 from slimbayes.data import Split
 from slimbayes.files import write_text
 from slimbayes.lab.configs.files import validate
-from slimbayes.lab.configs.trees import dump
+from slimbayes.lab.configs.yaml_text import dump
 from slimbayes.lab.execution import Execution, key
 from slimbayes.lab.finished.diagnose import layer_column
 from slimbayes.lab.runs.fit import load_run, write_record

@@ -8,7 +8,7 @@ paper:
   units: {accuracy: "%"}                            as printed; without one, a score is as the record has it
   diagnostic: spectrum                              one or several of `slimbayes.lab.papers.diagnostics`
   claims: [{better: rank1-gaussian, than: deterministic, score: nll}]
-rows:                                               see configs/trees.py
+rows:                                               see configs/files.py
   mfvi: {method: {kind: MeanField}, paper: {row: MFVI BNN, numbers: [0.214, 94.7]}}
 
 A claim holds where the 95 % t interval of the paired differences lies on its side of zero, over three seeds at least.
@@ -28,8 +28,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, mo
 import slimbayes
 from slimbayes.errors import brief, cut, did_you_mean
 from slimbayes.lab.configs.experiment import Experiment
-from slimbayes.lab.configs.files import ConfigError, load, read_tree
-from slimbayes.lab.configs.trees import row_names
+from slimbayes.lab.configs.files import ConfigError, load, read_tree, row_names
 from slimbayes.report.metric import mean, metric, t_interval
 
 Scale = Literal["full", "small"]

@@ -32,7 +32,7 @@ from torch import Tensor
 from slimbayes.files import sweep, write_json, write_text
 from slimbayes.lab.configs.experiment import Experiment
 from slimbayes.lab.configs.files import ConfigError, read_tree, validate
-from slimbayes.lab.configs.trees import dump
+from slimbayes.lab.configs.yaml_text import dump
 from slimbayes.report.record import note_unsealed
 from slimbayes.untrusted import parse_json, read_file
 

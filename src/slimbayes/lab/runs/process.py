@@ -21,7 +21,7 @@ from typing import IO
 
 from slimbayes.files import write_text
 from slimbayes.lab.configs.experiment import Experiment
-from slimbayes.lab.configs.trees import dump
+from slimbayes.lab.configs.yaml_text import dump
 from slimbayes.lab.runs.folder import default_folder
 from slimbayes.report.record import RecordError, read
 
