@@ -33,7 +33,7 @@ from slimbayes.lab.configs import yaml_text
 from slimbayes.lab.configs.files import ConfigError, load, merged, parse_override, read_tree, row_names, validate
 from slimbayes.lab.runs.checkpoints import latest_checkpoint, save_checkpoint
 from slimbayes.lab.runs.folder import RunError
-from slimbayes.lab.runs.inputs import read_predictor
+from slimbayes.lab.runs.trained import read_predictor
 from slimbayes.lab.sweep import combinations
 from slimbayes.report import compare, write_page
 from slimbayes.report.record import RecordError, read

@@ -9,7 +9,8 @@ from lab_configs import CPU, call, experiment
 
 from slimbayes.diagnostics import spectrum
 from slimbayes.lab.finished.diagnose import Case, diagnose_run, diagnosis_lines, scores
-from slimbayes.lab.runs.fit import fit, load_run
+from slimbayes.lab.runs.fit import fit
+from slimbayes.lab.runs.trained import load_run
 
 DENSE = {"model": {"kind": "mlp", "hidden": [8]}, "train": {"epochs": 1}}
 

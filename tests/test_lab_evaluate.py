@@ -22,8 +22,9 @@ from slimbayes.lab.finished.diagnose import Case
 from slimbayes.lab.papers.diagnostics import diagnose
 from slimbayes.lab.papers.table import error_rates
 from slimbayes.lab.runs import evaluate as other_sets
-from slimbayes.lab.runs.fit import evaluate_run, fit, load_run
+from slimbayes.lab.runs.fit import evaluate_run, fit
 from slimbayes.lab.runs.predictor import Predictor
+from slimbayes.lab.runs.trained import load_run
 from slimbayes.lab.tasks.task import Scaling, Task
 from slimbayes.prediction.predict import predict_prefixes
 from slimbayes.report import record
@@ -313,7 +314,8 @@ def folders(**changes: Any) -> dict[str, Any]:
 @pytest.mark.slow
 def test_imagenet_c_is_scored_from_its_folders(tmp_path: Path) -> None:
     write_trees(tmp_path)
-    run = fit(validate(folders()), tmp_path / "run", replace(CPU, data_dir=tmp_path))
+    here = replace(CPU, data_dir=tmp_path, workers=0)
+    run = fit(validate(folders()), tmp_path / "run", here)
     found = {(e.corruption, e.severity): e for e in record.read(run).evaluations}
     assert set(found) == {(None, 0), ("fog", 1), ("fog", 2), ("snow", 1), ("snow", 2)}
     assert found[None, 0].metrics["accuracy"] == 1 and found["snow", 2].metrics["accuracy"] == 1
@@ -321,7 +323,7 @@ def test_imagenet_c_is_scored_from_its_folders(tmp_path: Path) -> None:
     assert found["fog", 1].data == "imagenet-c" and found["fog", 1].rows == 4
     rates = error_rates(record.read(run), 1)
     assert rates == {"clean": 0.0, "fog": [0.5, 0.5], "snow": [0.0, 0.0]}
-    again = evaluate_run(run, ["evaluate.corruptions=[fog]", "evaluate.severities=[2]"], "cpu", tmp_path, workers=0)
+    again = evaluate_run(run, ["evaluate.corruptions=[fog]", "evaluate.severities=[2]"], here)
     assert [(e.corruption, e.severity) for e in again.evaluations] == [(None, 0), ("fog", 2)]
     assert again.evaluations[1].metrics["nll"] == found["fog", 2].metrics["nll"]
 

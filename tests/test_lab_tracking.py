@@ -14,8 +14,10 @@ from slimbayes.lab.configs.files import validate
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.finished.diagnose import Case
 from slimbayes.lab.papers.diagnostics import diagnose
-from slimbayes.lab.runs.fit import Stopped, fit, load_run
+from slimbayes.lab.runs.fit import fit
 from slimbayes.lab.runs.step import Tracker
+from slimbayes.lab.runs.trained import load_run
+from slimbayes.lab.runs.training import Stopped
 from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.report.record import read
 

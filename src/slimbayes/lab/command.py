@@ -115,11 +115,12 @@ def evaluate(
     allow_code: AllowCode = False,
 ) -> None:
     """Judge a trained run again: on test, corrupted, shifted and unfamiliar rows. Writes its record anew."""
+    from slimbayes.lab.execution import Execution
     from slimbayes.lab.runs.fit import evaluate_run
     from slimbayes.lab.runs.watchers import print_scores
 
     wanted = [*overrides, *([f"evaluate.draws={draws if draws == 'exact' else f'[{draws}]'}"] if draws else [])]
-    evaluate_run(run, wanted, accelerator, data_dir, workers)
+    evaluate_run(run, wanted, Execution(accelerator=accelerator, data_dir=data_dir, workers=workers))
     print_scores(run)
 
 

@@ -28,9 +28,10 @@ from slimbayes.diagnostics.check import lines as check_lines
 from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.diagnostics.spectra import Of
 from slimbayes.lab.execution import Execution, seed_everything
-from slimbayes.lab.runs.fit import diagnose_fit, load_run
+from slimbayes.lab.runs.fit import diagnose_fit
 from slimbayes.lab.runs.folder import read_curve
 from slimbayes.lab.runs.predictor import Predictor
+from slimbayes.lab.runs.trained import load_run
 from slimbayes.metrics.functional import labelled
 from slimbayes.models import keras_count
 from slimbayes.report.record import Evaluation, Record, read

@@ -25,10 +25,10 @@ from slimbayes.lab.configs.files import validate
 from slimbayes.lab.configs.yaml_text import dump
 from slimbayes.lab.execution import Execution, key
 from slimbayes.lab.finished.diagnose import layer_column
-from slimbayes.lab.runs.fit import load_run, write_record
+from slimbayes.lab.runs.fit import write_record
 from slimbayes.lab.runs.folder import RunError, seal
-from slimbayes.lab.runs.inputs import read_predictor
 from slimbayes.lab.runs.predictor import Predictor
+from slimbayes.lab.runs.trained import load_run, read_predictor
 from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.lab.tasks.task import Task
 from slimbayes.prediction.export import Exported, export

@@ -37,8 +37,9 @@ from slimbayes.lab.papers.table import (
     failure_lines,
     scores_of_record,
 )
-from slimbayes.lab.runs.fit import Stopped, fit
+from slimbayes.lab.runs.fit import fit
 from slimbayes.lab.runs.folder import default_folder
+from slimbayes.lab.runs.training import Stopped
 from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.report.record import Evaluation, read
 from slimbayes.untrusted import parse_json, read_file

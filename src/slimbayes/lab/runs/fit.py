@@ -1,4 +1,4 @@
-"""From an experiment to the record of its run, and back from a run's directory to its network.
+"""From an experiment to the record of its run.
 
 A run is a function of its config: stop it anywhere, resume it, and it ends in the same weights.
 """
@@ -27,14 +27,12 @@ from slimbayes.lab.configs.own import code_allowed
 from slimbayes.lab.execution import Execution, leave_together, seed_everything
 from slimbayes.lab.runs import folder as run_folder
 from slimbayes.lab.runs.evaluate import check_sets, evaluate
-from slimbayes.lab.runs.inputs import write_inputs
-from slimbayes.lab.runs.predictor import Predictor, likelihood_of, plain_network, with_noise
-from slimbayes.lab.runs.training import Diverged as Diverged
-from slimbayes.lab.runs.training import Stopped as Stopped
+from slimbayes.lab.runs.predictor import Predictor
+from slimbayes.lab.runs.trained import load_run, write_inputs
 from slimbayes.lab.runs.training import Training
 from slimbayes.lab.runs.watchers import Bars, Ranks, Watcher
 from slimbayes.lab.tasks.intake import data_digest, open_data
-from slimbayes.lab.tasks.task import Rows, open_task
+from slimbayes.lab.tasks.task import Rows
 from slimbayes.report.record import Diagnostics, ParameterCounts, Record, RecordError, RunCost, read, write
 
 _ROWS, _PICTURES = 128, 32  # that are looked at, and of folders, whose pictures are large
@@ -109,28 +107,8 @@ def _check_finished(
         watcher.say(note)
 
 
-def load_run(
-    folder: Path, execution: Execution, network: nn.Module | None = None, dataset: Dataset | None = None
-) -> Predictor:
-    """A trained run's network on its device, and its task; `network` and `dataset` as they were given to `fit`.
-
-    Data other than those it was trained on are refused.
-    """
-    experiment = run_folder.stored_experiment(folder)
-    run_folder.check_seal(folder, ["data.json", "model/manifest.json"])
-    task = open_task(experiment.data, execution.data_dir, dataset).to(execution.device)
-    run_folder.check_data_of(folder, task.name, task.sha256)
-    facts = task.fills()
-    plain = with_noise(experiment, facts, network or plain_network(experiment, facts, task.name))
-    loaded = sb.load(plain, folder / "model").to(execution.device)
-    return Predictor(experiment, loaded, task, likelihood_of(experiment, task, loaded))
-
-
-def evaluate_run(
-    run: Path, overrides: Sequence[str] = (), accelerator: Any = "auto", data_dir: Path | None = None, workers: int = 4
-) -> Record:
+def evaluate_run(run: Path, overrides: Sequence[str], execution: Execution) -> Record:
     """Judge a trained run, with other choices for its evaluation if asked, and write its record anew."""
-    execution = Execution(accelerator=accelerator, data_dir=data_dir, workers=workers)
     predictor = load_run(run, execution)
     tree = predictor.experiment.resolved
     for override in overrides:
