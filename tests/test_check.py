@@ -144,7 +144,7 @@ def test_a_fit_is_kept_where_diagnostics_fail(
     def fail(*_: Any) -> None:
         raise RuntimeError("no such operation")
 
-    monkeypatch.setattr("slimbayes.lab.runs.fit.diagnose_fit", fail)
+    monkeypatch.setattr("slimbayes.lab.runs.fit.check_fit", fail)
     with Bars() as bars:
         run = fit(experiment(**MINE, train={"batch": 20}), tmp_path / "run", CPU, False, bars, dense(3), mine(X, Y))
     assert record.read(run).diagnostics is None and "no diagnostics of this fit: no such" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 from slimbayes.lab.runs import watchers as module
 from slimbayes.lab.runs.watchers import HOST, Line, Ranks, Watcher
 
-LOOKS = int(max(s for s in module.PATIENCE.values() if s < 1e9) / module.TICK) + 2
+LOOKS = int(max(s for s in module.SILENCE.values() if s < 1e9) / module.TICK) + 2
 
 
 @pytest.fixture

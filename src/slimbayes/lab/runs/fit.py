@@ -166,7 +166,7 @@ def _diagnostics(
 ) -> Diagnostics | None:
     """Diagnostics of a fit; whatever a network cannot do for them must not cost the record of its training."""
     try:
-        return diagnose_fit(predictor, folder, curve)
+        return check_fit(predictor, folder, curve)
     except (ArithmeticError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         watcher.say(f"There are no diagnostics of this fit: {error}")
         return None
@@ -186,7 +186,7 @@ def _cost(file: Path, evaluate_seconds: float) -> RunCost:
 # --- diagnostics after every fit, from some rows of its own ---
 
 
-def diagnose_fit(predictor: Predictor, folder: Path, curve: Sequence[dict[str, float]]) -> Diagnostics:
+def check_fit(predictor: Predictor, folder: Path, curve: Sequence[dict[str, float]]) -> Diagnostics:
     """Diagnostics of a trained network: KL, NLL and k-hat on training rows, label changes on test rows."""
     task, experiment = predictor.task, predictor.experiment
     seed_everything(experiment.seed, "diagnostics")

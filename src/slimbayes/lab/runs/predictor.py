@@ -149,11 +149,11 @@ class Predictor(NamedTuple):
         asked = self.experiment.evaluate.draws
         if not posteriors_of(self.network):
             return [1]
-        return [self._networks] if asked == "exact" else sorted(set(asked))
+        return [self._exact_draws] if asked == "exact" else sorted(set(asked))
 
     @property
-    def _networks(self) -> int:
-        """How many networks each member can be, where all are run; 0 where the config asks for draws."""
+    def _exact_draws(self) -> int:
+        """The number of draws that stands for "exact": how many networks each member can be. 0: draws are asked for."""
         if self.experiment.evaluate.draws != "exact":
             return 0
         return Networks(self.network, None, True, "auto", 0).count // sb.members(self.network)
@@ -186,7 +186,7 @@ class Predictor(NamedTuple):
             yield made, y
 
     def _predict(self, x: Tensor, draws: Sequence[int], seed: int, first: int) -> dict[int, Prediction]:
-        if list(draws) != [self._networks]:
+        if list(draws) != [self._exact_draws]:  # draws, among them the one of each epoch's scores
             return predict_prefixes(self.network, x, draws, self.likelihood, self.noise, seed, first, True)
         found = sb.predict(
             self.network, x, "exact", likelihood=self.likelihood, scale=self.noise, seed=seed, allow_nonfinite=True
@@ -242,7 +242,7 @@ class Predictor(NamedTuple):
         if not self.discrete:
             return regression_scores(self.device)
         classes, chosen = max(2, len(self.task.classes)), self.experiment.evaluate
-        binary, members = self.likelihood == "bernoulli", 1 if self._networks > 1 else sb.members(self.network)
+        binary, members = self.likelihood == "bernoulli", 1 if self._exact_draws > 1 else sb.members(self.network)
         return class_scores(classes, chosen.bins, members, binary, self.device, chosen.drop)
 
     def scores_after(self, epoch: int, workers: int = 0) -> dict[str, float]:

@@ -128,7 +128,7 @@ def print_diagnostics(record: Record, console: Console) -> None:
 # restarts do the rest. Loading, compiling and long steps are no reason: threads write on meanwhile.
 
 TICK = 0.5  # seconds between two looks
-PATIENCE = {"gone": 2.0, "stopped": 5.0, "far": 60.0, "running": float("inf")}  # seconds of silence, by a rank's state
+SILENCE = {"gone": 2.0, "stopped": 5.0, "far": 60.0, "running": float("inf")}  # seconds to bear, by a rank's state
 HOST = socket.gethostname()
 
 
@@ -216,7 +216,7 @@ class Ranks(Watcher):
             if lost := self._missing():
                 self._end(*lost)
 
-    def _missing(self, gone: float = PATIENCE["gone"]) -> tuple[int, str] | None:
+    def _missing(self, gone: float = SILENCE["gone"]) -> tuple[int, str] | None:
         """Look once: the rank that has been missing for the longest time, if any, and its state."""
         found = {}
         for rank in self.others:
@@ -226,7 +226,7 @@ class Ranks(Watcher):
             self.silent[rank] = self.silent[rank] + TICK if self.heard.get(rank, line).beat == line.beat else 0.0
             self.heard[rank] = line
             state = _state(line)
-            if self.silent[rank] >= (PATIENCE | {"gone": gone})[state]:
+            if self.silent[rank] >= (SILENCE | {"gone": gone})[state]:
                 found[rank] = state
         rank = max(found, key=lambda other: self.silent[other], default=-1)
         return (rank, found[rank]) if found else None
