@@ -25,7 +25,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -37,6 +37,7 @@ from slimbayes.lab.configs.yaml_text import SIZE, YamlError, parse
 from slimbayes.untrusted import DEPTH, read_file
 
 Tree = dict[str, Any]
+Scale = Literal["full", "small"]  # small: with what a file has under `small` laid over it
 _SIDE = ("small", "paper")  # keys beside the experiment's own
 _SEVERAL = ("rows", "axes")  # keys of files that hold several experiments
 _ROWS = 10_000  # of one file; the longest table of a paper has forty
@@ -49,7 +50,7 @@ class ConfigError(ValueError):
     """A config that cannot be read or is not valid; the message lists every fault with its path."""
 
 
-def load(file: Path | str, overrides: Sequence[str] = (), scale: str = "full") -> Experiment:
+def load(file: Path | str, overrides: Sequence[str] = (), scale: Scale = "full") -> Experiment:
     """The experiment of a YAML file.
 
     Args:

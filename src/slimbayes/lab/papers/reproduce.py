@@ -23,10 +23,11 @@ from typing import Any
 from slimbayes.data.uci import standard_splits
 from slimbayes.errors import brief
 from slimbayes.files import write_json
+from slimbayes.lab.configs.files import Scale
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.finished.diagnose import Case
 from slimbayes.lab.papers.diagnostics import diagnose
-from slimbayes.lab.papers.rows import PaperRow, Scale, find
+from slimbayes.lab.papers.rows import PaperRow, find
 from slimbayes.lab.papers.status import by_hash
 from slimbayes.lab.papers.table import (
     Numbers,
@@ -55,7 +56,7 @@ def reproduce(
     execution: Execution = Execution(),  # noqa: B008 (frozen)
     scale: Scale = "full",
     seeds: Sequence[int] = (0,),
-    watcher: Watcher | None = None,
+    watcher: Watcher = Watcher(),  # noqa: B008 (it keeps nothing)
     folders: Sequence[Path] | None = None,
 ) -> Path:
     """Run the rows of a table or figure and write the table.
@@ -75,7 +76,6 @@ def reproduce(
     """
     if not seeds:
         raise ValueError("reproduce needs at least one seed, got none.")
-    watcher = watcher or Watcher()
     table = Reproduction(name, scale, find(name, folders))
     out = out or Path("runs") / "/".join(table.rows[0].name.split("/")[:2])
     out.mkdir(parents=True, exist_ok=True)

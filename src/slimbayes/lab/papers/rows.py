@@ -28,10 +28,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, mo
 import slimbayes
 from slimbayes.errors import brief, cut, did_you_mean
 from slimbayes.lab.configs.experiment import Experiment
-from slimbayes.lab.configs.files import ConfigError, load, read_tree, row_names
+from slimbayes.lab.configs.files import ConfigError, Scale, load, read_tree, row_names
 from slimbayes.report.metric import mean, metric, t_interval
 
-Scale = Literal["full", "small"]
 UNITS = {"": 1.0, "%": 100.0, "k": 1e-3, "M": 1e-6}  # from a record's numbers to printed ones
 
 

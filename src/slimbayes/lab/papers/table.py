@@ -12,7 +12,8 @@ from typing import Any
 from slimbayes.data import CORRUPTIONS
 from slimbayes.files import write_json, write_text
 from slimbayes.lab.configs.experiment import Experiment
-from slimbayes.lab.papers.rows import UNITS, PaperRow, Scale, claim_lines
+from slimbayes.lab.configs.files import Scale
+from slimbayes.lab.papers.rows import UNITS, PaperRow, claim_lines
 from slimbayes.metrics.corruption import ALEXNET, ALEXNET_CLEAN, corruption_errors
 from slimbayes.report.metric import bootstrap_interval
 from slimbayes.report.record import Record

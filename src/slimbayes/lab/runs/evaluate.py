@@ -34,7 +34,9 @@ _CHUNK = 1000  # images that are corrupted together: their random numbers depend
 
 
 def evaluate(
-    predictor: Predictor, execution: Execution, watcher: Watcher | None = None
+    predictor: Predictor,
+    execution: Execution,
+    watcher: Watcher = Watcher(),  # noqa: B008 (it keeps nothing)
 ) -> tuple[list[Evaluation], list[Example]]:
     """All evaluations that a config asks for, and the rows it is most and least sure of."""
     task, chosen, workers = predictor.task, predictor.experiment.evaluate, execution.workers
@@ -44,7 +46,7 @@ def evaluate(
     if task.validation is not None:
         rows = task.in_own_units(task.validation)
         made += predictor.score(rows, draws, task.name, "validation", workers=workers)[0]
-    for source, about, rows in corrupted_rows(predictor.experiment, task, execution, watcher or Watcher()):
+    for source, about, rows in corrupted_rows(predictor.experiment, task, execution, watcher):
         made += predictor.score(rows.to(predictor.device), draws, source, "corruption", about, workers)[0]
     for name in chosen.shift:
         shifted = limited(open_matching(name, task, execution), chosen.limit)

@@ -43,7 +43,7 @@ def fit(
     folder: Path,
     execution: Execution = Execution(),  # noqa: B008 (frozen)
     resume: bool = False,
-    watcher: Watcher | None = None,
+    watcher: Watcher = Watcher(),  # noqa: B008 (it keeps nothing)
     network: nn.Module | None = None,
     dataset: Dataset | None = None,
     judge: bool = True,
@@ -59,12 +59,12 @@ def fit(
     Returns: the run directory.
     """
     if (folder / "record.json").exists() and read(folder).config_hash == experiment.hash:
-        _check_finished(experiment, folder, execution, watcher or Watcher(), dataset)
+        _check_finished(experiment, folder, execution, watcher, dataset)
         return folder
     fabric = execution.fabric(experiment.train.precision)
     fabric.launch()
     first = fabric.global_rank == 0
-    watcher = watcher if watcher and first else Watcher()
+    watcher = watcher if first else Watcher()
     with ExitStack() as stack:
         stack.enter_context(code_allowed())  # whoever calls this has chosen the experiment
         if first:
