@@ -34,7 +34,7 @@ from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.errors import did_you_mean
 from slimbayes.lab.execution import key
 from slimbayes.lab.finished.diagnose import Case, Found, elbo, snr, spectrum, truncation
-from slimbayes.lab.runs.evaluate import check_sets, corrupted_rows
+from slimbayes.lab.runs.evaluate import check_sets, corruption_scores
 from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.lab.tasks.task import batches
 from slimbayes.report.record import Evaluation
@@ -83,14 +83,11 @@ def density(case: Case) -> Found:
 
 def corruption(case: Case) -> Found:
     """Evaluations on corrupted rows that the run itself was not asked for; the table reads them as if it had been."""
-    chosen = case.loaded.experiment.evaluate.model_copy(update={"corruptions": "standard", **case.options})
-    experiment = case.loaded.experiment.model_copy(update={"evaluate": chosen})
-    task, execution = case.loaded.task, case.execution
-    check_sets(chosen, task, execution)
-    made: list[Evaluation] = []
-    for source, about, rows in corrupted_rows(experiment, task, execution, Watcher()):
-        rows = rows.to(case.loaded.device)
-        made += case.loaded.score(rows, [case.draws], source, "corruption", about, execution.workers)[0]
+    experiment = case.loaded.experiment
+    chosen = experiment.evaluate.model_copy(update={"corruptions": "standard", **case.options})
+    asked = case.loaded._replace(experiment=experiment.model_copy(update={"evaluate": chosen}))
+    check_sets(chosen, asked.task, case.execution)
+    made = corruption_scores(asked, [case.draws], case.execution, Watcher())
     return {}, [one.model_dump(mode="json") for one in made]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -46,8 +46,7 @@ def evaluate(
     if task.validation is not None:
         rows = task.in_own_units(task.validation)
         made += predictor.score(rows, draws, task.name, "validation", workers=workers)[0]
-    for source, about, rows in corrupted_rows(predictor.experiment, task, execution, watcher):
-        made += predictor.score(rows.to(predictor.device), draws, source, "corruption", about, workers)[0]
+    made += corruption_scores(predictor, draws, execution, watcher)
     for name in chosen.shift:
         shifted = limited(open_matching(name, task, execution), chosen.limit)
         made += predictor.score(shifted.to(predictor.device), draws, name, "shift")[0]
@@ -59,6 +58,17 @@ def evaluate(
             scores = ood_scores(familiar[n][:, _ENTROPY], torch.cat([entropy[n] for entropy in entropies]))
             made.append(Evaluation(data=name, role="ood", draws=n, rows=len(strange), metrics=scores))
     return made, _examples(task, familiar[draws[-1]], chosen.examples) if chosen.examples and familiar else []
+
+
+def corruption_scores(
+    predictor: Predictor, draws: Sequence[int], execution: Execution, watcher: Watcher
+) -> list[Evaluation]:
+    """Evaluations of test rows under the corruptions that a config asks for."""
+    made: list[Evaluation] = []
+    for source, about, rows in corrupted_rows(predictor.experiment, predictor.task, execution, watcher):
+        rows = rows.to(predictor.device)
+        made += predictor.score(rows, draws, source, "corruption", about, execution.workers)[0]
+    return made
 
 
 # --- sets of rows beside the test rows ---

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import resource
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -83,7 +84,7 @@ def fit(
             training.run(resume)
             leave_together(fabric)
         if first:
-            write_json(folder / "cost.json", training.cost())
+            write_json(folder / "cost.json", _measured(training))
             write_inputs(folder, task, training.predictor.likelihood)
         if judge and first:  # a network that was shared among processes is read back whole
             alone = fabric.world_size == 1
@@ -172,7 +173,15 @@ def _diagnostics(
         return None
 
 
+def _measured(training: Training) -> dict[str, Any]:
+    """Seconds of training and of each epoch, and the peak memory in bytes: what cost.json holds."""
+    cuda, seconds = training.fabric.device.type == "cuda", training.seconds
+    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"train_seconds": sum(seconds), "epoch_seconds": seconds, "peak_memory": peak}
+
+
 def _cost(file: Path, evaluate_seconds: float) -> RunCost:
+    """The cost of a run, from its cost.json."""
     measured: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     epochs = sorted(measured.get("epoch_seconds", ()))
     return RunCost(

@@ -6,7 +6,6 @@ for epoch:   order = permutation(seed, epoch)
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -292,9 +291,3 @@ class Training:
             f"The loss of step {step} is not finite. {self.stepper.explain(batch)} The last good checkpoint is kept in "
             f"{self.folder}; {_ADVICE}"
         )
-
-    def cost(self) -> dict[str, Any]:
-        """Seconds of training and of each epoch, and the peak memory in bytes."""
-        cuda = self.fabric.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"train_seconds": sum(self.seconds), "epoch_seconds": self.seconds, "peak_memory": peak}
