@@ -100,7 +100,7 @@ def scores(case: Case, network: nn.Module) -> Numbers:
     accuracy of 97.6 % of 10,000 rows), and `_sem_draws` over draws, which is what its captions say.
     """
     predictor = case.loaded._replace(network=network)
-    (made,), _ = predictor.score(case.rows, [case.draws], predictor.task.name, "validation")
+    (made,) = predictor.score(case.rows, [case.draws], predictor.task.name, "validation")
     with torch.no_grad():
         kl = float(sb.kl(network)) / len(predictor.task.train)
         by_draw, by_row = _log_likelihoods(predictor, case.rows, case.draws)

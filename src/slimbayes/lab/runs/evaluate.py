@@ -25,9 +25,10 @@ from slimbayes.lab.runs.scores import ood_scores
 from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.lab.tasks.intake import check_split
 from slimbayes.lab.tasks.task import Rows, Task, limited
+from slimbayes.prediction.prediction import Prediction
 from slimbayes.report.record import Evaluation, Example
 
-_ENTROPY = 3  # column of what `row_facts` says of a row
+_ENTROPY = 3  # column of `_row_facts`
 UNFAMILIAR = ("inverted", "shuffled")  # test images that are none any more
 _PUBLISHED = ("cifar10", "cifar100", "imagenet")  # of which there is a set of this name with -c
 _CHUNK = 1000  # images that are corrupted together: their random numbers depend on it
@@ -42,14 +43,21 @@ def evaluate(
     task, chosen, workers = predictor.task, predictor.experiment.evaluate, execution.workers
     check_sets(chosen, task, execution)
     draws = predictor.asked_draws()
-    made, familiar = predictor.score(task.test, draws, task.name, "test", workers=workers)
+    noted: dict[int, list[Tensor]] = {}
+
+    def note(count: int, prediction: Prediction, y: Tensor) -> None:
+        if predictor.discrete:
+            noted.setdefault(count, []).append(_row_facts(prediction, y))
+
+    made = predictor.score(task.test, draws, task.name, "test", workers=workers, note=note)
+    familiar = {count: torch.cat(parts) for count, parts in noted.items()}
     if task.validation is not None:
         rows = task.in_own_units(task.validation)
-        made += predictor.score(rows, draws, task.name, "validation", workers=workers)[0]
+        made += predictor.score(rows, draws, task.name, "validation", workers=workers)
     made += corruption_scores(predictor, draws, execution, watcher)
     for name in chosen.shift:
         shifted = limited(open_matching(name, task, execution), chosen.limit)
-        made += predictor.score(shifted.to(predictor.device), draws, name, "shift")[0]
+        made += predictor.score(shifted.to(predictor.device), draws, name, "shift")
     for name in chosen.ood:
         strange = open_unfamiliar(name, chosen.limit, task, execution).to(predictor.device)
         predictions = predictor.predictions(strange, f"ood {name}", draws)
@@ -60,6 +68,12 @@ def evaluate(
     return made, _examples(task, familiar[draws[-1]], chosen.examples) if chosen.examples and familiar else []
 
 
+def _row_facts(prediction: Prediction, y: Tensor) -> Tensor:
+    """Target, predicted class, its probability, entropy and epistemic part of it, of each row: (N, 5)."""
+    p, target = prediction, y.argmax(-1) if y.is_floating_point() else y
+    return torch.stack([column.double() for column in (target, p.label, p.confidence, p.entropy, p.epistemic)], 1)
+
+
 def corruption_scores(
     predictor: Predictor, draws: Sequence[int], execution: Execution, watcher: Watcher
 ) -> list[Evaluation]:
@@ -67,7 +81,7 @@ def corruption_scores(
     made: list[Evaluation] = []
     for source, about, rows in corrupted_rows(predictor.experiment, predictor.task, execution, watcher):
         rows = rows.to(predictor.device)
-        made += predictor.score(rows, draws, source, "corruption", about, execution.workers)[0]
+        made += predictor.score(rows, draws, source, "corruption", about, execution.workers)
     return made
 
 
