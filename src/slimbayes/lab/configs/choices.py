@@ -6,6 +6,7 @@
 Models of methods and priors are made from the signatures of our own classes. Networks and augmentations, functions of
 `slimbayes.models` and `slimbayes.data`, have models with bounds of their own and are looked up when they are built:
 configs are checked without torch. Their options and defaults are the functions' own, which a test compares.
+`describe_faults` says what is wrong with a config, in the config's own words.
 """
 
 from __future__ import annotations

@@ -184,7 +184,8 @@ def snr(case: Case) -> Found:
         tracker.update()
     network.zero_grad()
     found = {average: tracker.result(average) for average in ("mean", "median")}
-    return {} if layer is None else {"snr": found["mean"][layer], "snr_median": found["median"][layer]}, found
+    numbers = {} if layer is None else {"snr": found["mean"][layer], "snr_median": found["median"][layer]}
+    return numbers, found
 
 
 # --- all of them, of one run ---

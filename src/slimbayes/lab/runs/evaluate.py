@@ -65,7 +65,7 @@ def evaluate(
         for n in draws:
             scores = ood_scores(familiar[n][:, _ENTROPY], torch.cat([entropy[n] for entropy in entropies]))
             made.append(Evaluation(data=name, role="ood", draws=n, rows=len(strange), metrics=scores))
-    return made, _examples(task, familiar[draws[-1]], chosen.examples) if chosen.examples and familiar else []
+    return made, _examples(task, familiar[draws[-1]], chosen.examples) if familiar else []
 
 
 def _row_facts(prediction: Prediction, y: Tensor) -> Tensor:

@@ -73,7 +73,8 @@ def fit(
         plain = copy.deepcopy(network)
         with Ranks.of(fabric, folder, watcher) as ranks:
             training = Training(experiment, folder, execution, fabric, ranks, network, dataset)
-            task, begun = training.task, (folder / "data.json").exists() or any((folder / "checkpoints").glob("step-*"))
+            task = training.task
+            begun = (folder / "data.json").exists() or any((folder / "checkpoints").glob("step-*"))
             if begun and (note := run_folder.check_data_of(folder, task.name, task.sha256)):
                 watcher.say(note)  # nor does it go on with other data
             if first:

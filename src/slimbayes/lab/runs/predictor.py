@@ -241,9 +241,10 @@ class Predictor(NamedTuple):
     def _scores(self) -> Scores:
         if not self.discrete:
             return regression_scores(self.device)
-        classes, chosen = max(2, len(self.task.classes)), self.experiment.evaluate
-        binary, members = self.likelihood == "bernoulli", 1 if self._exact_draws > 1 else sb.members(self.network)
-        return class_scores(classes, chosen.bins, members, binary, self.device, chosen.drop)
+        chosen = self.experiment.evaluate
+        members = 1 if self._exact_draws > 1 else sb.members(self.network)
+        binary = self.likelihood == "bernoulli"
+        return class_scores(max(2, len(self.task.classes)), chosen.bins, members, binary, self.device, chosen.drop)
 
     def scores_after(self, epoch: int, workers: int = 0) -> dict[str, float]:
         """What a curve has of an epoch beside its losses, with one draw of each member: scores of validation rows, and
