@@ -97,7 +97,8 @@ def fit(
         nodes = int(os.environ["WORLD_SIZE"]) // devices
         resume = resume or int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0
     execution = Execution(
-        accelerator, devices, nodes, strategy, compile, graph, workers, checkpoint_every, tensorboard, data_dir
+        accelerator=accelerator, devices=devices, nodes=nodes, strategy=strategy, compile=compile, graph=graph,
+        workers=workers, checkpoint_every=checkpoint_every, tensorboard=tensorboard, data_dir=data_dir,
     )  # fmt: skip
     with Bars(experiment.name) as bars:
         train(experiment, folder, execution, resume, bars, judge=evaluate)

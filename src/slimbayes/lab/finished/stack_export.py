@@ -20,15 +20,13 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.data import Split
-from slimbayes.files import write_text
 from slimbayes.lab.configs.files import validate
-from slimbayes.lab.configs.yaml_text import dump
 from slimbayes.lab.execution import Execution, key
 from slimbayes.lab.finished.diagnose import layer_column
 from slimbayes.lab.runs.fit import write_record
-from slimbayes.lab.runs.folder import RunError, seal
+from slimbayes.lab.runs.folder import RunError, seal, write_config
 from slimbayes.lab.runs.predictor import Predictor
-from slimbayes.lab.runs.trained import load_run, read_predictor
+from slimbayes.lab.runs.trained import load_run, read_predictor, save_network
 from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.lab.tasks.task import Task
 from slimbayes.prediction.export import Exported, export
@@ -61,9 +59,8 @@ def stack_run(
     weights = sb.stack(network, x, y, draws, likelihood=likelihood, scale=predictor.noise, seed=seed)
     shutil.copytree(run, folder, ignore=shutil.ignore_patterns(*_LEFT), dirs_exist_ok=True)
     experiment = validate(experiment.resolved | {"name": f"{experiment.name}-stacked"}, str(run))
-    write_text(folder / "config.yaml", dump(experiment.resolved))
-    sb.save(network, folder / "posterior")
-    sb.save(network, folder / "model", base=True)
+    write_config(folder, experiment)
+    save_network(folder, network)
     write_record(folder, predictor._replace(experiment=experiment), execution, watcher)
     seal(folder)
     return folder, weights

@@ -133,7 +133,7 @@ def write_record(
     """Evaluate a trained network as its experiment asks, and write the record of the run in a directory, whose own
     experiment is `stored`, if that was read already.
     """
-    stored, start = stored or run_folder.stored_experiment(folder), time.perf_counter()
+    stored, start = stored or run_folder.read_config(folder), time.perf_counter()
     evaluations, examples = evaluate(predictor, execution, watcher)
     seconds = time.perf_counter() - start
     curve, counts = run_folder.read_curve(folder), sb.summary(predictor.network)

@@ -23,6 +23,7 @@ from slimbayes.lab.runs.checkpoints import latest_checkpoint, restore, save_chec
 from slimbayes.lab.runs.folder import RunError, append_steps, forget_steps, tensorboard
 from slimbayes.lab.runs.predictor import Predictor, build_network, likelihood_of
 from slimbayes.lab.runs.step import Batch, Tracker, TrainingStep
+from slimbayes.lab.runs.trained import save_network
 from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.lab.tasks.task import open_task, pictures
 from slimbayes.train.elbo import silent_of_dwarfed, warn_of_dwarfed
@@ -196,8 +197,7 @@ class Training:
         elif self.execution.strategy != "fsdp":
             return  # of a network that every process has whole, one writes; of a sharded one all take part
         try:
-            sb.save(self.network, self.folder / "posterior")
-            sb.save(self.network, self.folder / "model", base=True)
+            save_network(self.folder, self.network)
         except OSError as error:
             raise RunError(
                 f"What was learned could not be saved in {self.folder}: {error}. Make room and run again with --resume."
