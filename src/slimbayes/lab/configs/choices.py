@@ -210,7 +210,10 @@ def _describe(fault: ErrorDetails, root: type[BaseModel]) -> str:
 
 
 def _locate(root: type[BaseModel], place: tuple[int | str, ...], unknown: bool) -> tuple[str, list[str]]:
-    """A fault's path as the config spells it, without pydantic's words for arms of unions, and the known fields."""
+    """A fault's path as the config spells it, without pydantic's words for arms of unions, and the known fields.
+
+    ("method", "Rank1", "prior", "Cauchy", "scale") is method.prior.scale.
+    """
     models: list[type[BaseModel]] = [root]
     path, mapping = [], False
     for part in place[:-1] if unknown else place:

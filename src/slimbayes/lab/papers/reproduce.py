@@ -125,8 +125,8 @@ def _run(
 ) -> RowResult:
     if not row.trains:
         case = Case(None, 1, seed, row.paper.options, execution)
-        numbers, files = _diagnosed(row, case, out, f"{row.stem}-{seed}", "")
-        return RowResult(row, seed, numbers, files=files)
+        found, files = _diagnosed(row, case, out, f"{row.stem}-{seed}", "")
+        return RowResult(row, seed, _numbers(found), files=files)
     experiment = row.experiment(scale, seed)
     folder, former = default_folder(experiment, out), known.get(experiment.hash)
     if former is not None and not (folder / "record.json").exists():
@@ -137,17 +137,23 @@ def _run(
     record = read(folder)
     draws = draws_of(record, row.paper.draws)
     case = Case(folder, draws, seed, row.paper.options, execution)
-    numbers, files = _diagnosed(row, case, out, f"{row.stem}-{seed}-{experiment.hash}", record.digest)
-    made = [parse_json(read_file(out / name))["details"] for name in files if name.endswith("-corruption.json")]
-    more = [Evaluation.model_validate(one) for details in made for one in details]  # beside the record's own
-    record = record.model_copy(update={"evaluations": [*record.evaluations, *more]})
-    setting = describe_setting(experiment, scale)
-    return RowResult(row, seed, scores_of_record(record, draws) | numbers, record, folder, setting, files)
+    found, files = _diagnosed(row, case, out, f"{row.stem}-{seed}-{experiment.hash}", record.digest)
+    if "corruption" in found:  # as if the record had them
+        more = [Evaluation.model_validate(one) for one in found["corruption"]["details"]]
+        record = record.model_copy(update={"evaluations": [*record.evaluations, *more]})
+    numbers = scores_of_record(record, draws) | _numbers(found)
+    return RowResult(row, seed, numbers, record, folder, describe_setting(experiment, scale), files)
 
 
-def _diagnosed(row: PaperRow, case: Case, out: Path, stem: str, digest: str) -> tuple[Numbers, tuple[str, ...]]:
-    """Numbers of a row's diagnostics; what an earlier call found of the same run is read again."""
-    numbers: Numbers = {}
+def _numbers(found: Mapping[str, Any]) -> Numbers:
+    return {name: number for one in found.values() for name, number in one["numbers"].items()}
+
+
+def _diagnosed(row: PaperRow, case: Case, out: Path, stem: str, digest: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What each of a row's diagnostics found, numbers and details, and the files that hold it; what an earlier call
+    found of the same run is read again.
+    """
+    every: dict[str, Any] = {}
     files = []
     for name in row.paper.diagnostic:
         file = out / "diagnostics" / f"{stem}-{name}.json"
@@ -158,9 +164,9 @@ def _diagnosed(row: PaperRow, case: Case, out: Path, stem: str, digest: str) -> 
             mine, details = diagnose(name, replace(case, picture=file.with_suffix(".png")))
             found = {**key, "numbers": mine, "details": details}
             write_json(file, found)
-        numbers |= found["numbers"]
+        every[name] = found
         files += [str(path.relative_to(out)) for path in (file, file.with_suffix(".png")) if path.exists()]
-    return numbers, tuple(files)
+    return every, tuple(files)
 
 
 def _earlier(file: Path, key: dict[str, Any]) -> dict[str, Any] | None:

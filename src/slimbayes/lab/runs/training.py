@@ -207,9 +207,12 @@ class Training:
 
     def _between_steps(self, epoch_ends: bool = False) -> None:
         every = self.execution.checkpoint_every
-        due = self.step % every == 0 if every else epoch_ends and time.monotonic() - self.saved_at > MINUTE
-        if not every and epoch_ends and self.fabric.world_size > 1:
-            due = self.fabric.broadcast(due)  # clocks differ, and all processes save a sharded model together
+        if every:
+            due = self.step % every == 0
+        else:
+            due = epoch_ends and time.monotonic() - self.saved_at > MINUTE
+            if epoch_ends and self.fabric.world_size > 1:
+                due = self.fabric.broadcast(due)  # clocks differ, and all processes save a sharded model together
         stop = self._stop_asked()
         if due or stop:
             self._save()
