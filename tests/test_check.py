@@ -11,8 +11,9 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.diagnostics import check
+from slimbayes.lab.run_commands import print_scores
 from slimbayes.lab.runs.fit import fit
-from slimbayes.lab.runs.watchers import Bars, print_scores
+from slimbayes.lab.runs.watchers import Bars
 from slimbayes.report import record
 from slimbayes.report.groups import load
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from slimbayes.errors import SlimbayesWarning
-from slimbayes.lab.run_commands import COMMANDS, Accelerator, AllowCode, AsJson, DataDir, RunFolder
+from slimbayes.lab.run_commands import COMMANDS, Accelerator, AllowCode, AsJson, DataDir, RunFolder, print_scores
 from slimbayes.lab.run_commands import app as data_app
 
 _CODES = {
@@ -88,7 +88,7 @@ def fit(
     from slimbayes.lab.execution import Execution
     from slimbayes.lab.runs.fit import fit as train
     from slimbayes.lab.runs.folder import default_folder
-    from slimbayes.lab.runs.watchers import Bars, print_scores
+    from slimbayes.lab.runs.watchers import Bars
 
     experiment = load(config, overrides, scale)
     folder = out or default_folder(experiment)
@@ -119,7 +119,6 @@ def evaluate(
     """Judge a trained run again: on test, corrupted, shifted and unfamiliar rows. Writes its record anew."""
     from slimbayes.lab.execution import Execution
     from slimbayes.lab.runs.fit import evaluate_run
-    from slimbayes.lab.runs.watchers import print_scores
 
     wanted = [*overrides, *([f"evaluate.draws={draws if draws == 'exact' else f'[{draws}]'}"] if draws else [])]
     evaluate_run(run, wanted, Execution(accelerator=accelerator, data_dir=data_dir, workers=workers))

@@ -32,8 +32,38 @@ def _allow(ctx: typer.Context, allowed: bool) -> bool:
     return allowed
 
 
+_SHOWN = ("accuracy", "nll", "ece", "rmse", "lpd", "crps", "auroc", "fpr95")
 _TRUST = "Trust files that may run code: runs with model.python, .pt2 files."
 AllowCode = Annotated[bool, typer.Option("--allow-code", help=_TRUST, callback=_allow)]
+
+
+def print_scores(folder: Path) -> None:
+    """Print what a finished run's record says about its rows and its posterior, and what to do about it."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from slimbayes.diagnostics.check import lines
+    from slimbayes.report.record import read
+
+    record, console = read(folder), Console()
+    rows = [e for e in record.evaluations if e.role in ("test", "shift", "ood")]
+    names = list(dict.fromkeys(n for e in rows for n in e.metrics if n in _SHOWN))
+    table = Table(title=Text(f"{record.name}: {record.method}"))
+    for column in ("rows", "draws", *names):
+        table.add_column(column, justify="right" if column != "rows" else "left")
+    for e in rows:
+        cells = [f"{e.metrics[n]:.4f}" if n in e.metrics else "" for n in names]
+        table.add_row(Text(f"{e.data} ({e.role})"), str(e.draws), *cells)
+    console.print(table)
+    if found := record.diagnostics:
+        for line in lines(dict(found), any("rmse" in e.metrics for e in record.evaluations)):
+            console.print(line, highlight=False, markup=False)
+        if found.nonfinite_steps:
+            console.print(f"steps that were not finite: {found.nonfinite_steps}", highlight=False)
+        for warning in found.warnings:
+            console.print(f"! {warning}", style="yellow", highlight=False, markup=False)
+    print(f"record: {folder / 'record.json'}")
 
 
 def diagnose(
@@ -63,7 +93,7 @@ def stack(
     """Weigh a run's members or components by its validation rows (stacking), and judge it again."""
     from slimbayes.lab.execution import Execution
     from slimbayes.lab.finished.stack_export import stack_run, weight_lines
-    from slimbayes.lab.runs.watchers import Bars, print_scores
+    from slimbayes.lab.runs.watchers import Bars
 
     with Bars("stacked") as bars:
         folder, weights = stack_run(run, out, Execution(accelerator=accelerator, data_dir=data_dir), bars, draws)

@@ -1,5 +1,5 @@
-"""Whoever looks on while a run works: nobody, a terminal with progress bars and scores, or the processes that train
-with it, which look after one another: who is lost or stopped is named, and the others leave.
+"""Whoever looks on while a run works: nobody, a terminal with progress bars, or the processes that train with it, which
+look after one another: who is lost or stopped is named, and the others leave.
 """
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from rich import progress
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from slimbayes.lab.execution import noting_signals
-from slimbayes.report.record import Record, read
 
 
 class Watcher:
@@ -38,7 +35,6 @@ class Watcher:
 
 # --- a terminal ---
 
-_SHOWN = ("accuracy", "nll", "ece", "rmse", "lpd", "crps", "auroc", "fpr95")
 _PAUSE = 0.1  # seconds between two looks: a step may take a millisecond
 
 
@@ -86,37 +82,6 @@ class Bars(Watcher):
     def say(self, message: str) -> None:
         self.messages.append(message)
         self.console.print(message, style="yellow", highlight=False, markup=False)
-
-
-def print_scores(folder: Path) -> None:
-    """Print a table of what a finished run's record says about its rows."""
-    record = read(folder)
-    rows = [e for e in record.evaluations if e.role in ("test", "shift", "ood")]
-    names = list(dict.fromkeys(n for e in rows for n in e.metrics if n in _SHOWN))
-    table = Table(title=Text(f"{record.name}: {record.method}"))
-    for column in ("rows", "draws", *names):
-        table.add_column(column, justify="right" if column != "rows" else "left")
-    for e in rows:
-        cells = [f"{e.metrics[n]:.4f}" if n in e.metrics else "" for n in names]
-        table.add_row(Text(f"{e.data} ({e.role})"), str(e.draws), *cells)
-    console = Console()
-    console.print(table)
-    print_diagnostics(record, console)
-    print(f"record: {folder / 'record.json'}")
-
-
-def print_diagnostics(record: Record, console: Console) -> None:
-    """Print what a record says about its posterior, and what to do about it."""
-    from slimbayes.diagnostics.check import lines
-
-    if record.diagnostics is None:
-        return
-    for line in lines(dict(record.diagnostics), any("rmse" in e.metrics for e in record.evaluations)):
-        console.print(line, highlight=False, markup=False)
-    if record.diagnostics.nonfinite_steps:
-        console.print(f"steps that were not finite: {record.diagnostics.nonfinite_steps}", highlight=False)
-    for warning in record.diagnostics.warnings:
-        console.print(f"! {warning}", style="yellow", highlight=False, markup=False)
 
 
 # --- the other processes ---
