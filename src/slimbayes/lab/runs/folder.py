@@ -29,7 +29,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from slimbayes.files import sweep, write_json, write_text
+from slimbayes.files import remove_drafts, write_json, write_text
 from slimbayes.lab.configs.experiment import Experiment
 from slimbayes.lab.configs.files import ConfigError, read_tree, validate
 from slimbayes.lab.configs.yaml_text import dump
@@ -88,7 +88,7 @@ def _prepare(folder: Path, experiment: Experiment, resume: bool, lock: IO[str]) 
             f"{folder} holds an unfinished run. Continue it with --resume, or choose another directory with --out."
         )
     for place in (folder, folder / "checkpoints"):
-        sweep(place)
+        remove_drafts(place)
     unseal(folder)
     write_config(folder, experiment)
     write_json(folder / "environment.json", environment())

@@ -97,7 +97,7 @@ SILENCE = {"gone": 2.0, "stopped": 5.0, "far": 60.0, "running": float("inf")}  #
 HOST = socket.gethostname()
 
 
-class Line(NamedTuple):
+class Heartbeat(NamedTuple):
     """What a rank last wrote: a number that grows, the job's token, its process, and what it was doing."""
 
     beat: int
@@ -119,8 +119,8 @@ class Ranks(Watcher):
     def __init__(self, folder: Path, rank: int, world: int, job: str, watcher: Watcher) -> None:
         self.place, self.rank, self.watcher = folder / ".ranks", rank, watcher
         self.others = [other for other in range(world) if other != rank]
-        self.beat, self.own = 0, Line(0, job, os.getpid(), HOST, "start-up")
-        self.heard: dict[int, Line] = {}
+        self.beat, self.own = 0, Heartbeat(0, job, os.getpid(), HOST, "start-up")
+        self.heard: dict[int, Heartbeat] = {}
         self.silent = dict.fromkeys(self.others, 0.0)  # seconds: counted in looks, so that a pause of all is none
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
@@ -196,9 +196,9 @@ class Ranks(Watcher):
         rank = max(found, key=lambda other: self.silent[other], default=-1)
         return (rank, found[rank]) if found else None
 
-    def _read(self, rank: int) -> Line | None:
+    def _read(self, rank: int) -> Heartbeat | None:
         try:
-            line = Line(*json.loads((self.place / str(rank)).read_text()))
+            line = Heartbeat(*json.loads((self.place / str(rank)).read_text()))
         except OSError:
             return None  # not there yet, or no longer
         except (ValueError, TypeError):
@@ -223,7 +223,7 @@ class Ranks(Watcher):
         os._exit(1)
 
 
-def _state(line: Line) -> Literal["gone", "stopped", "far", "running"]:
+def _state(line: Heartbeat) -> Literal["gone", "stopped", "far", "running"]:
     """How a rank's process is; of other machines nothing is known, and only those that train must be heard."""
     if line.host != HOST:
         return "far" if line.doing.startswith("step") else "running"
