@@ -132,12 +132,13 @@ def export(
 ) -> None:
     """Write a run as one file that predicts without slimbayes; `slimbayes serve` takes .onnx files."""
     from slimbayes.lab.configs.files import ConfigError
+    from slimbayes.lab.execution import Execution
     from slimbayes.lab.finished.stack_export import export_run
 
     file = output or Path(f"{run.resolve().name}.{to}")
     if file.suffix != f".{to}":
         raise ConfigError(f"-o must end in .{to}, as --to says, got {file}.")
-    made = export_run(run, file, draws, accelerator)
+    made = export_run(run, file, Execution(accelerator=accelerator), draws)
     shape = " x ".join("rows" if size is None else str(size) for size in made.inputs["input"])
     typer.echo(f"{file}: {shape} -> {', '.join(made.outputs)}, of {made.draws} draws")
 

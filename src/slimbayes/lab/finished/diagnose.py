@@ -148,6 +148,7 @@ def truncation(case: Case) -> Found:
 
 
 def truncated(case: Case, rank: int) -> Found:
+    """The same, of a rank that the case need not name."""
     network, layers = case.loaded.network, case.options.get("layers")
     errors = truncation_errors(network, rank, include=layers)
     sizes = [p.site.matrix for p in gaussian_sites(network, layers).values()]

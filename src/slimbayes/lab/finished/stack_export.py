@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.lab.tasks.task import Task
 from slimbayes.prediction.export import Exported, export
 
-_LEFT = ("checkpoints", "record.json", "SHA256SUMS", ".lock", ".claim", "log.txt")
+_LEFT = ("checkpoints", "record.json", "SHA256SUMS", ".lock", ".claim", "log.txt")  # behind, where a run is copied
 
 
 def stack_run(
@@ -110,12 +109,12 @@ class InUnits(nn.Module):
         return torch.stack([mean, out[..., 1].to(mean.dtype)], -1)  # of one type, which ONNX asks for
 
 
-def export_run(run: Path, file: Path, draws: int = 16, accelerator: Any = "auto") -> Exported:
+def export_run(run: Path, file: Path, execution: Execution, draws: int = 16) -> Exported:
     """Write a finished run to a .pt2 or .onnx file, with the draws that `slimbayes predict` uses.
 
     Images are numbers in [0, 1]; `draws` are those of each member.
     """
-    predictor = read_predictor(run, Execution(accelerator=accelerator).device)
+    predictor = read_predictor(run, execution.device)
     task, noisy = predictor.task, predictor.likelihood == "heteroscedastic_gaussian"
     scale = predictor.noise if task.y_std is None else predictor.noise * task.y_std
     return export(
