@@ -19,16 +19,8 @@ from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    ValidationError,
-    create_model,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic.annotated_handlers import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, ErrorDetails
 
 from slimbayes.distributions.families import FAMILIES, Distribution

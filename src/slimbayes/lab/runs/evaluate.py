@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from slimbayes.data import Split, corrupt, load
 from slimbayes.data.catalog import find
 from slimbayes.data.folders import ImageFolder, read_square
-from slimbayes.lab.configs.experiment import Evaluate, Experiment
+from slimbayes.lab.configs.experiment import Evaluate
 from slimbayes.lab.execution import Execution, generator, key
 from slimbayes.lab.runs.predictor import Predictor
 from slimbayes.lab.runs.scores import ood_scores
@@ -74,17 +74,6 @@ def _row_facts(prediction: Prediction, y: Tensor) -> Tensor:
     return torch.stack([column.double() for column in (target, p.label, p.confidence, p.entropy, p.epistemic)], 1)
 
 
-def corruption_scores(
-    predictor: Predictor, draws: Sequence[int], execution: Execution, watcher: Watcher
-) -> list[Evaluation]:
-    """Evaluations of test rows under the corruptions that a config asks for."""
-    made: list[Evaluation] = []
-    for source, about, rows in corrupted_rows(predictor.experiment, predictor.task, execution, watcher):
-        rows = rows.to(predictor.device)
-        made += predictor.score(rows, draws, source, "corruption", about, execution.workers)
-    return made
-
-
 # --- sets of rows beside the test rows ---
 
 
@@ -122,28 +111,35 @@ def _check_folders(chosen: Evaluate, task: Task, execution: Execution) -> None:
         )
 
 
-def corrupted_rows(
-    experiment: Experiment, task: Task, execution: Execution, watcher: Watcher
-) -> Iterator[tuple[str, dict[str, Any], Rows]]:
-    """Test images under each corruption and severity: the published ones where they are at hand, else made here."""
+def corruption_scores(
+    predictor: Predictor, draws: Sequence[int], execution: Execution, watcher: Watcher
+) -> list[Evaluation]:
+    """Evaluations of test images under each corruption and severity that a config asks for: of the published ones where
+    they are at hand, else of those made here.
+    """
+    experiment, _, task, _ = predictor
     chosen, said = experiment.evaluate, set()
+    made: list[Evaluation] = []
     pairs = [(name, severity) for name in chosen.corruption_names for severity in chosen.severities]
-    if not pairs:
-        return
-    watcher.begin("corruptions", len(pairs))
+    if pairs:
+        watcher.begin("corruptions", len(pairs))
     for done, (name, severity) in enumerate(pairs, 1):
         watcher.move(done)
-        about = {"corruption": name, "severity": severity}
+        rows: Rows
         if published := _published(task.name, name, severity, execution, experiment.data.image_size):
-            yield f"{task.name}-c", about, limited(published, chosen.limit)
-            continue
-        assert isinstance(task.test, Split)  # `check_sets` has seen that folders have them all
-        try:
-            yield task.name, about, _corrupt(limited(task.test, chosen.limit), name, severity, execution)
-        except (ValueError, FileNotFoundError) as error:
-            if name not in said:
-                watcher.say(f"{name} is left out: {error}")
-            said.add(name)
+            source, rows = f"{task.name}-c", limited(published, chosen.limit)
+        else:
+            assert isinstance(task.test, Split)  # `check_sets` has seen that folders have them all
+            try:
+                source, rows = task.name, _corrupt(limited(task.test, chosen.limit), name, severity, execution)
+            except (ValueError, FileNotFoundError) as error:
+                if name not in said:
+                    watcher.say(f"{name} is left out: {error}")
+                said.add(name)
+                continue
+        about = {"corruption": name, "severity": severity}
+        made += predictor.score(rows.to(predictor.device), draws, source, "corruption", about, execution.workers)
+    return made
 
 
 def _published(data: str, name: str, severity: int, execution: Execution, size: int) -> Rows | None:
