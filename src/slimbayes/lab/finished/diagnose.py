@@ -29,7 +29,6 @@ from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.diagnostics.spectra import Of
 from slimbayes.lab.execution import Execution, seed_everything
 from slimbayes.lab.runs.fit import check_fit
-from slimbayes.lab.runs.folder import read_curve
 from slimbayes.lab.runs.predictor import Predictor
 from slimbayes.lab.runs.trained import load_run
 from slimbayes.metrics.functional import labelled
@@ -208,7 +207,7 @@ def diagnose_run(run: Path, execution: Execution, draws: int = 16) -> dict[str, 
             found["notes"].append(f"{name}: {error}")
 
     add("scores", lambda: elbo(case)[0])
-    add("check", lambda: dict(check_fit(case.loaded, run, read_curve(run))))
+    add("check", lambda: dict(check_fit(case.loaded, run)))
     try:
         narrowest = min(min(p.site.matrix) for p in gaussian_sites(network).values())
     except ValueError as error:

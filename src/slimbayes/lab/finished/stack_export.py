@@ -60,7 +60,7 @@ def stack_run(
     experiment = validate(experiment.resolved | {"name": f"{experiment.name}-stacked"}, str(run))
     write_config(folder, experiment)
     save_network(folder, network)
-    write_record(folder, predictor._replace(experiment=experiment), execution, watcher)
+    write_record(folder, experiment, predictor._replace(experiment=experiment), execution, watcher)
     seal(folder)
     return folder, weights
 

@@ -90,7 +90,7 @@ def fit(
         if judge and first:  # a network that was shared among processes is read back whole
             alone = fabric.world_size == 1
             predictor = training.predictor if alone else load_run(folder, execution, plain, dataset)
-            write_record(folder, predictor, execution, watcher)
+            write_record(folder, experiment, predictor, execution, watcher)
         if first:
             run_folder.seal(folder)
     return folder
@@ -122,18 +122,18 @@ def evaluate_run(run: Path, overrides: Sequence[str], execution: Execution) -> R
     write_inputs(run, predictor.task, predictor.likelihood)
     stored, predictor = predictor.experiment, predictor._replace(experiment=validate(tree, str(run)))
     with Bars(predictor.experiment.name) as bars:
-        record = write_record(run, predictor, execution, bars, stored)
+        record = write_record(run, stored, predictor, execution, bars)
     run_folder.seal(run)
     return record
 
 
 def write_record(
-    folder: Path, predictor: Predictor, execution: Execution, watcher: Watcher, stored: Experiment | None = None
+    folder: Path, stored: Experiment, predictor: Predictor, execution: Execution, watcher: Watcher
 ) -> Record:
     """Evaluate a trained network as its experiment asks, and write the record of the run in a directory, whose own
-    experiment is `stored`, if that was read already.
+    experiment is `stored`.
     """
-    stored, start = stored or run_folder.read_config(folder), time.perf_counter()
+    start = time.perf_counter()
     evaluations, examples = evaluate(predictor, execution, watcher)
     seconds = time.perf_counter() - start
     curve, counts = run_folder.read_curve(folder), sb.summary(predictor.network)
@@ -157,18 +157,16 @@ def write_record(
         environment=dict(run_folder.environment()),
         cost=_cost(folder / "cost.json", seconds),
         data_sha256=predictor.task.sha256,
-        diagnostics=_diagnostics(predictor, folder, curve, watcher),
+        diagnostics=_diagnostics(predictor, folder, watcher),
     )
     write(folder / "record.json", record)
     return record
 
 
-def _diagnostics(
-    predictor: Predictor, folder: Path, curve: Sequence[dict[str, float]], watcher: Watcher
-) -> Diagnostics | None:
+def _diagnostics(predictor: Predictor, folder: Path, watcher: Watcher) -> Diagnostics | None:
     """Diagnostics of a fit; whatever a network cannot do for them must not cost the record of its training."""
     try:
-        return check_fit(predictor, folder, curve)
+        return check_fit(predictor, folder)
     except (ArithmeticError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         watcher.say(f"There are no diagnostics of this fit: {error}")
         return None
@@ -196,9 +194,9 @@ def _cost(file: Path, evaluate_seconds: float) -> RunCost:
 # --- diagnostics after every fit, from some rows of its own ---
 
 
-def check_fit(predictor: Predictor, folder: Path, curve: Sequence[dict[str, float]]) -> Diagnostics:
+def check_fit(predictor: Predictor, folder: Path) -> Diagnostics:
     """Diagnostics of a trained network: KL, NLL and k-hat on training rows, label changes on test rows."""
-    task, experiment = predictor.task, predictor.experiment
+    task, experiment, curve = predictor.task, predictor.experiment, run_folder.read_curve(folder)
     seed_everything(experiment.seed, "diagnostics")
     (x, y), (unseen, _) = (_some(rows, predictor) for rows in (task.train, task.test))
     weight = curve[-1].get("kl_weight", 1.0) if curve else 1.0
