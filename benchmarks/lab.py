@@ -25,8 +25,7 @@ import torch
 from timing import kernels
 
 from slimbayes.data import Dataset, Split, pad_crop_flip
-from slimbayes.lab.configs.files import load, read_tree, validate
-from slimbayes.lab.configs.trees import row_names
+from slimbayes.lab.configs.files import load, read_tree, row_names, validate
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.runs.fit import fit
 from slimbayes.lab.runs.folder import environment

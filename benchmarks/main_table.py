@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from cells import between
 
-from slimbayes.lab.configs.files import load, read_tree
-from slimbayes.lab.configs.trees import row_names
+from slimbayes.lab.configs.files import load, read_tree, row_names
 from slimbayes.lab.papers.table import draws_of, scores_of_record
 from slimbayes.report import compare
 from slimbayes.report.metric import mean, t_interval

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from slimbayes.lab.configs.files import load, read_tree
-from slimbayes.lab.configs.trees import row_names
+from slimbayes.lab.configs.files import load, read_tree, row_names
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.runs.fit import fit
 from slimbayes.report import compare, write_page

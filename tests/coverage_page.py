@@ -19,8 +19,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from slimbayes.lab.configs.files import read_tree
-from slimbayes.lab.configs.trees import row_names
+from slimbayes.lab.configs.files import read_tree, row_names
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST, PAGE, DEVIATIONS = (ROOT / "docs" / name for name in ("coverage.tsv", "coverage.md", "deviations.md"))

@@ -11,8 +11,9 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.diagnostics import check
+from slimbayes.lab.run_commands import print_scores
 from slimbayes.lab.runs.fit import fit
-from slimbayes.lab.runs.watchers import Bars, print_scores
+from slimbayes.lab.runs.watchers import Bars
 from slimbayes.report import record
 from slimbayes.report.groups import load
 
@@ -144,7 +145,7 @@ def test_a_fit_is_kept_where_diagnostics_fail(
     def fail(*_: Any) -> None:
         raise RuntimeError("no such operation")
 
-    monkeypatch.setattr("slimbayes.lab.runs.fit.diagnose_fit", fail)
+    monkeypatch.setattr("slimbayes.lab.runs.fit.check_fit", fail)
     with Bars() as bars:
         run = fit(experiment(**MINE, train={"batch": 20}), tmp_path / "run", CPU, False, bars, dense(3), mine(X, Y))
     assert record.read(run).diagnostics is None and "no diagnostics of this fit: no such" in capsys.readouterr().err

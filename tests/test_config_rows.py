@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slimbayes.lab.configs.files import ConfigError, load, read_tree
-from slimbayes.lab.configs.trees import row_names
+from slimbayes.lab.configs.files import ConfigError, load, read_tree, row_names
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from torch.distributions import Gamma, kl_divergence
 
 import slimbayes as sb
 from slimbayes.distributions.kl import marginal_cost
-from slimbayes.lab.runs.fit import fit, load_run
+from slimbayes.lab.runs.fit import fit
+from slimbayes.lab.runs.trained import load_run
 
 
 @pytest.mark.parametrize(

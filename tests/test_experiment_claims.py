@@ -14,8 +14,7 @@ from test_health import HEAD, NAMES
 from slimbayes.data import Dataset, Split, load, mortality, physionet2012
 from slimbayes.data.uci import split_rows
 from slimbayes.lab.configs.files import load as load_config
-from slimbayes.lab.configs.files import read_tree
-from slimbayes.lab.configs.trees import row_names
+from slimbayes.lab.configs.files import read_tree, row_names
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.papers.reproduce import reproduce
 from slimbayes.lab.runs.fit import fit

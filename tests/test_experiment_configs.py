@@ -16,9 +16,8 @@ import slimbayes as sb
 from slimbayes.data.catalog import SOURCES
 from slimbayes.data.uci import UCI
 from slimbayes.lab.configs.experiment import Experiment
-from slimbayes.lab.configs.files import load, read_tree, validate
-from slimbayes.lab.configs.trees import row_names
-from slimbayes.lab.finished.diagnose import DIAGNOSTICS
+from slimbayes.lab.configs.files import load, read_tree, row_names, validate
+from slimbayes.lab.papers.diagnostics import DIAGNOSTICS
 from slimbayes.lab.papers.rows import PaperRow, find, listings
 from slimbayes.lab.runs.predictor import build_network
 from slimbayes.layers.base import BayesLayer

@@ -63,7 +63,7 @@ def test_drafts_of_the_living_and_files_of_others_stay(tmp_path: Path) -> None:
         (tmp_path / name).mkdir() if name.startswith(".step") else (tmp_path / name).touch()
     for name in ("p.draft-00000000-1-00000000", ".p.12345", *goes):
         os.utime(tmp_path / name, (old, old))
-    files.sweep(tmp_path)
+    files.remove_drafts(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(stays)
 
 
@@ -71,7 +71,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").touch()
     (tmp_path / f".p.draft-{files._machine()}-{2**22 + 1}-00000000").symlink_to(tmp_path / "kept")
-    files.sweep(tmp_path)
+    files.remove_drafts(tmp_path)
     assert (tmp_path / "kept" / "file").exists()
 
 

@@ -29,12 +29,11 @@ import slimbayes as sb
 from slimbayes.data.archives import map_npy, read_idx, read_npz, read_xz
 from slimbayes.data.cifar import read_cifar_pickle
 from slimbayes.errors import brief
-from slimbayes.lab.configs import trees
-from slimbayes.lab.configs.files import ConfigError, load, parse_override, read_tree, validate
-from slimbayes.lab.configs.trees import merged, row_names
+from slimbayes.lab.configs import yaml_text
+from slimbayes.lab.configs.files import ConfigError, load, merged, parse_override, read_tree, row_names, validate
 from slimbayes.lab.runs.checkpoints import latest_checkpoint, save_checkpoint
 from slimbayes.lab.runs.folder import RunError
-from slimbayes.lab.runs.inputs import read_predictor
+from slimbayes.lab.runs.trained import read_predictor
 from slimbayes.lab.sweep import combinations
 from slimbayes.report import compare, write_page
 from slimbayes.report.record import RecordError, read
@@ -251,12 +250,12 @@ def test_a_circle_through_a_row_is_named(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_scalars_are_those_of_yaml_1_2(text: str, value: Any) -> None:
-    found = trees.parse(f"[{text}]" if text else "- ")[0]
+    found = yaml_text.parse(f"[{text}]" if text else "- ")[0]
     assert found == value and type(found) is type(value)
 
 
 def test_aliases_and_merge_keys_are_copies() -> None:
-    tree = trees.parse("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\nc: *a\nd: {<<: [{x: 7}, *a], z: 1}\n")
+    tree = yaml_text.parse("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\nc: *a\nd: {<<: [{x: 7}, *a], z: 1}\n")
     assert tree == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}, "c": {"x": 1, "y": 2}, "d": {"x": 7, "y": 2, "z": 1}}
     assert tree["a"] is not tree["c"]
 
@@ -275,14 +274,14 @@ def test_hostile_overrides_are_refused(value: str) -> None:
 
 
 def test_a_hostile_sweep_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, sweep=trees.dump(BASE))
+    write(tmp_path, sweep=yaml_text.dump(BASE))
     for over in ("y" * 5000, "seed=" + "[" * 5000, "seed=[" + "x" * 5000 + "]", "x" * 5000 + "=[1]"):
         with refused(ConfigError):
             combinations(tmp_path / "sweep.yaml", tmp_path, [over])
 
 
 def test_a_sweep_of_too_many_runs_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, sweep=trees.dump(BASE))
+    write(tmp_path, sweep=yaml_text.dump(BASE))
     with refused(ConfigError, "1,000,000,000,000 combinations, more than 10,000"):
         combinations(tmp_path / "sweep.yaml", tmp_path, [f"a{i}=[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]" for i in range(12)])
 
@@ -310,7 +309,7 @@ def test_a_bad_record_never_takes_the_others_down(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_inputs_are_nested_too_deeply_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(trees.dump(validate(BASE).resolved))
+    (tmp_path / "config.yaml").write_text(yaml_text.dump(validate(BASE).resolved))
     (tmp_path / "inputs.json").write_bytes(b"[" * 20_000)
     with refused(RunError, "nested deeper than 64"):
         read_predictor(tmp_path, torch.device("cpu"))
@@ -409,12 +408,12 @@ def test_any_text_is_a_config_or_refused(tmp_path: Path, text: str) -> None:
 @fuzz
 @given(any_tree)
 def test_yaml_comes_back_as_it_was(tree: Any) -> None:
-    text = trees.dump(tree)
+    text = yaml_text.dump(tree)
     if any(mark in text for mark in ("<<", ".nan")):  # a merge key is no key, and NaN equals nothing
-        with or_refused(trees.YamlError):
-            trees.parse(text)
+        with or_refused(yaml_text.YamlError):
+            yaml_text.parse(text)
     else:
-        assert trees.parse(text) == tree
+        assert yaml_text.parse(text) == tree
 
 
 def mutated(tree: Any, place: int, new: Any) -> Any:
@@ -441,7 +440,7 @@ odd = st.sampled_from(ODD) | any_tree
 
 @pytest.mark.parametrize("tree", FULL, ids=list(METHODS))
 def test_configs_as_they_were_written_before_are_read(tree: dict[str, Any]) -> None:
-    assert trees.parse(yaml.safe_dump(tree, sort_keys=False)) == tree == trees.parse(trees.dump(tree))
+    assert yaml_text.parse(yaml.safe_dump(tree, sort_keys=False)) == tree == yaml_text.parse(yaml_text.dump(tree))
 
 
 @fuzz
@@ -457,7 +456,7 @@ def test_any_change_of_a_config_is_valid_or_refused(tree: dict[str, Any], place:
 @given(any_tree, st.sampled_from(["rows", "axes", "extends", "paper", "small"]), st.booleans())
 def test_any_table_is_read_or_refused(tmp_path: Path, tree: Any, key: str, within: bool) -> None:
     file = tmp_path / "table.yaml"
-    file.write_text(trees.dump({key: {"a": tree, "b": {key: tree}} if within else tree}))
+    file.write_text(yaml_text.dump({key: {"a": tree, "b": {key: tree}} if within else tree}))
     with or_refused(ConfigError):
         for row in row_names(read_tree(file)):
             read_tree(Path(f"{file}#{row}"))
@@ -485,7 +484,7 @@ axes = st.dictionaries(
 @given(axes)
 def test_any_sweep_has_runs_or_is_refused(tmp_path: Path, varied: dict[str, Any]) -> None:
     file = tmp_path / "sweep.yaml"
-    file.write_text(trees.dump(BASE))
+    file.write_text(yaml_text.dump(BASE))
     with or_refused(ConfigError):
         combinations(file, tmp_path, [f"{path}={json.dumps(values)}" for path, values in varied.items()])
 

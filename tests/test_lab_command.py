@@ -78,7 +78,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 from slimbayes.lab.command import app
 from slimbayes.lab.configs.files import read_tree
-from slimbayes.lab.configs.trees import row_names
+from slimbayes.lab.configs.files import row_names
 
 run, told = CliRunner().invoke, []
 first = run(app, ["config", "check", "experiments/demo/digits.yaml#2-rank1-cauchy"])

@@ -8,9 +8,9 @@ import pytest
 from lab_configs import CPU, call, experiment
 
 from slimbayes.diagnostics import spectrum
-from slimbayes.lab.finished.after_training import diagnose_run, diagnosis_lines
-from slimbayes.lab.finished.diagnose import Case, scores
-from slimbayes.lab.runs.fit import fit, load_run
+from slimbayes.lab.finished.diagnose import Case, diagnose_run, diagnosis_lines, scores
+from slimbayes.lab.runs.fit import fit
+from slimbayes.lab.runs.trained import load_run
 
 DENSE = {"model": {"kind": "mlp", "hidden": [8]}, "train": {"epochs": 1}}
 
@@ -50,8 +50,8 @@ def test_picks_have_no_spectrum_and_it_says_so(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_standard_errors_over_rows_and_over_draws(tmp_path: Path) -> None:
     run = fit(experiment(method={"kind": "MeanField"}, **DENSE), tmp_path / "run", CPU)
-    case = Case(run, None, 8, execution=CPU)
-    few, many = (scores(Case(run, None, draws, execution=CPU), case.loaded.network) for draws in (8, 64))
+    case = Case(run, 8, execution=CPU)
+    few, many = (scores(Case(run, draws, execution=CPU), case.loaded.network) for draws in (8, 64))
     assert few["neg_elbo"] == pytest.approx(few["draw_nll"] + few["kl"])
     assert few["neg_elbo_sem"] == pytest.approx(many["neg_elbo_sem"], rel=0.5)  # rows are as many
     assert many["neg_elbo_sem_draws"] < 0.7 * few["neg_elbo_sem_draws"]  # draws are eight times as many

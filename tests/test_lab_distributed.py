@@ -187,7 +187,7 @@ def test_ranks_that_are_lost_or_stopped_are_named_and_the_job_ends_in_the_same_b
     place: Path, noisy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others leave, torchrun starts all of them again, and they go on: long before any timeout of torch's."""
-    monkeypatch.setitem(watchers.PATIENCE, "stopped", 1.0)  # seconds; five are a user's
+    monkeypatch.setitem(watchers.SILENCE, "stopped", 1.0)  # seconds; five are a user's
     out, log, start = place / "torchrun", place / "torchrun.log", time.monotonic()
     options = ["--accelerator", "cpu", "--checkpoint-every", "2", "--no-evaluate", "--out", str(out)]
     codes = forks.exit_codes([forks.start(torchrun, ["fit", str(place / "c.yaml"), *options], log=log)], 100)

@@ -18,11 +18,13 @@ from slimbayes.data import Split
 from slimbayes.lab.configs.files import merged, validate
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.finished import diagnose as cases
-from slimbayes.lab.finished.diagnose import Case, diagnose
+from slimbayes.lab.finished.diagnose import Case
+from slimbayes.lab.papers.diagnostics import diagnose
 from slimbayes.lab.papers.table import error_rates
 from slimbayes.lab.runs import evaluate as other_sets
-from slimbayes.lab.runs.fit import evaluate_run, fit, load_run
+from slimbayes.lab.runs.fit import evaluate_run, fit
 from slimbayes.lab.runs.predictor import Predictor
+from slimbayes.lab.runs.trained import load_run
 from slimbayes.lab.tasks.task import Scaling, Task
 from slimbayes.prediction.predict import predict_prefixes
 from slimbayes.report import record
@@ -52,9 +54,9 @@ def test_scores_are_those_of_predict(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_curves_score_likelihood_and_errors_alone_by_the_draws_of_all_scores(run: Path) -> None:
     predictor = Predictor(*load_run(run, CPU))
-    (full,), notes = predictor.score(predictor.task.test, [1], "rows", "validation")
-    (brief,), none = predictor.score(predictor.task.test, [1], "rows", "validation", brief=True)
-    assert brief.metrics == {name: full.metrics[name] for name in ("accuracy", "nll")} and notes and not none
+    (full,) = predictor.score(predictor.task.test, [1], "rows", "validation")
+    (brief,) = predictor.score(predictor.task.test, [1], "rows", "validation", brief=True)
+    assert brief.metrics == {name: full.metrics[name] for name in ("accuracy", "nll")}
 
 
 def test_validation_rows_and_noise_in_the_targets_own_units(tmp_path: Path) -> None:
@@ -132,7 +134,7 @@ def test_two_classes_from_words(network: str, method: str, tmp_path: Path) -> No
             float(2 * (p - y).square().mean()), rel=1e-5
         )
         assert found["nll"] == pytest.approx(float(-torch.where(y == 1, p, 1 - p).log().mean()), rel=1e-5)
-        case = Case(folder, None, execution=CPU)
+        case = Case(folder, execution=CPU)
         case.__dict__["loaded"] = load_run(folder, CPU, dataset=data)
         errors = cases.scores(case, net)
         assert errors["brier_sem"] == pytest.approx(float((2 * (p - y).square()).std()) / math.sqrt(len(y)), rel=1e-5)
@@ -261,7 +263,7 @@ def test_a_perfect_regression_has_the_likelihood_of_its_noise(
     network = sb.bayesianize(Exact(), sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0)))
     loaded = Predictor(validate(regression(train={"noise": noise})), network, task, "gaussian")
     monkeypatch.setattr(cases, "load_run", lambda *_: loaded)
-    numbers, _ = diagnose("elbo", Case(tmp_path, tmp_path, draws=2, options={"rows": rows}))
+    numbers, _ = diagnose("elbo", Case(tmp_path, draws=2, options={"rows": rows}))
     log_density = -float(torch.distributions.Normal(mean, noise * std).log_prob(mean))  # in the targets' own units
     assert numbers["draw_nll"] == pytest.approx(log_density, abs=1e-4)
     assert numbers["rmse"] < 1e-3 and -numbers["lpd"] == pytest.approx(log_density, abs=1e-4)
@@ -312,7 +314,8 @@ def folders(**changes: Any) -> dict[str, Any]:
 @pytest.mark.slow
 def test_imagenet_c_is_scored_from_its_folders(tmp_path: Path) -> None:
     write_trees(tmp_path)
-    run = fit(validate(folders()), tmp_path / "run", replace(CPU, data_dir=tmp_path))
+    here = replace(CPU, data_dir=tmp_path, workers=0)
+    run = fit(validate(folders()), tmp_path / "run", here)
     found = {(e.corruption, e.severity): e for e in record.read(run).evaluations}
     assert set(found) == {(None, 0), ("fog", 1), ("fog", 2), ("snow", 1), ("snow", 2)}
     assert found[None, 0].metrics["accuracy"] == 1 and found["snow", 2].metrics["accuracy"] == 1
@@ -320,7 +323,7 @@ def test_imagenet_c_is_scored_from_its_folders(tmp_path: Path) -> None:
     assert found["fog", 1].data == "imagenet-c" and found["fog", 1].rows == 4
     rates = error_rates(record.read(run), 1)
     assert rates == {"clean": 0.0, "fog": [0.5, 0.5], "snow": [0.0, 0.0]}
-    again = evaluate_run(run, ["evaluate.corruptions=[fog]", "evaluate.severities=[2]"], "cpu", tmp_path, workers=0)
+    again = evaluate_run(run, ["evaluate.corruptions=[fog]", "evaluate.severities=[2]"], here)
     assert [(e.corruption, e.severity) for e in again.evaluations] == [(None, 0), ("fog", 2)]
     assert again.evaluations[1].metrics["nll"] == found["fog", 2].metrics["nll"]
 

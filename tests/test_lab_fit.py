@@ -20,10 +20,12 @@ from slimbayes.lab.configs.files import merged, validate
 from slimbayes.lab.configs.train import Train
 from slimbayes.lab.execution import Execution, key
 from slimbayes.lab.runs.checkpoints import latest_checkpoint
-from slimbayes.lab.runs.fit import Diverged, Training, fit, load_run
-from slimbayes.lab.runs.folder import RunError, default_folder, open_run, read_curve, stored_experiment
+from slimbayes.lab.runs.fit import fit
+from slimbayes.lab.runs.folder import RunError, default_folder, open_run, read_config, read_curve
 from slimbayes.lab.runs.predictor import build_network
 from slimbayes.lab.runs.step import TrainingStep
+from slimbayes.lab.runs.trained import load_run
+from slimbayes.lab.runs.training import Diverged, Training
 from slimbayes.lab.runs.watchers import Bars, Watcher
 from slimbayes.lab.tasks.intake import digits
 from slimbayes.lab.tasks.task import limited, open_task
@@ -49,7 +51,7 @@ def test_a_run_directory_says_everything(tmp_path: Path) -> None:
     run = fit(chosen, tmp_path / "run", CPU)
     files = {p.name for p in run.iterdir()}
     assert {"config.yaml", "environment.json", "metrics.csv", "steps.csv", "posterior", "model", "record.json"} <= files
-    assert stored_experiment(run).hash == chosen.hash
+    assert read_config(run).hash == chosen.hash
     found = record.read(run)
     assert (found.config_hash, found.seed, found.data, found.status) == (chosen.hash, 0, "digits", "finished")
     assert {"torch", "python", "cpu"} <= set(found.environment)

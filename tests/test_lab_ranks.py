@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from slimbayes.lab.runs import watchers as module
-from slimbayes.lab.runs.watchers import HOST, Line, Ranks, Watcher
+from slimbayes.lab.runs.watchers import HOST, Heartbeat, Ranks, Watcher
 
-LOOKS = int(max(s for s in module.PATIENCE.values() if s < 1e9) / module.TICK) + 2
+LOOKS = int(max(s for s in module.SILENCE.values() if s < 1e9) / module.TICK) + 2
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os._exit", leave)
 
 
-def rank_0(folder: Path, line: Line | str) -> Ranks:
+def rank_0(folder: Path, line: Heartbeat | str) -> Ranks:
     """Rank 0 of two, and what the other wrote last."""
     (folder / ".ranks").mkdir()
     (folder / ".ranks" / "1").write_text(line if isinstance(line, str) else json.dumps(line))
@@ -55,13 +55,13 @@ def found(watching: Ranks, looks: int = LOOKS) -> tuple[int, str] | None:
 @pytest.mark.parametrize("doing", ["start-up", "step 7"])
 def test_a_silent_process_that_runs_is_waited_for(doing: str, tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
     """It may load, compile or hold Python's lock; the process group's own patience ends that."""
-    assert found(rank_0(tmp_path, Line(3, "now", other.pid, HOST, doing))) is None
+    assert found(rank_0(tmp_path, Heartbeat(3, "now", other.pid, HOST, doing))) is None
 
 
 def test_a_stopped_process_is_named_and_killed(
     tmp_path: Path, other: subprocess.Popen[bytes], leaves: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    watching = rank_0(tmp_path, Line(3, "now", other.pid, HOST, "step 7"))
+    watching = rank_0(tmp_path, Heartbeat(3, "now", other.pid, HOST, "step 7"))
     stop(other)
     assert found(watching, 5) is None, "a debugger may stop it for a moment"
     lost = found(watching)
@@ -74,7 +74,7 @@ def test_a_stopped_process_is_named_and_killed(
 
 
 def test_one_that_is_stopped_in_the_middle_of_a_line_is_found(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
-    watching = rank_0(tmp_path, Line(3, "now", other.pid, HOST, "step 7"))
+    watching = rank_0(tmp_path, Heartbeat(3, "now", other.pid, HOST, "step 7"))
     assert watching._missing() is None
     (tmp_path / ".ranks" / "1").write_text("[4, ")
     stop(other)
@@ -82,7 +82,7 @@ def test_one_that_is_stopped_in_the_middle_of_a_line_is_found(tmp_path: Path, ot
 
 
 def test_one_that_left_in_order_is_not_missed(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
-    watching = rank_0(tmp_path, Line(3, "now", other.pid, HOST, "step 7"))
+    watching = rank_0(tmp_path, Heartbeat(3, "now", other.pid, HOST, "step 7"))
     assert watching._missing() is None
     (tmp_path / ".ranks" / "1").unlink()
     other.kill()
@@ -90,17 +90,17 @@ def test_one_that_left_in_order_is_not_missed(tmp_path: Path, other: subprocess.
 
 
 def test_one_that_writes_again_was_not_missing(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
-    watching = rank_0(tmp_path, Line(3, "now", other.pid, HOST, "step 7"))
+    watching = rank_0(tmp_path, Heartbeat(3, "now", other.pid, HOST, "step 7"))
     stop(other)
     for beat in range(LOOKS):
-        (tmp_path / ".ranks" / "1").write_text(json.dumps(Line(beat, "now", other.pid, HOST, "step 7")))
+        (tmp_path / ".ranks" / "1").write_text(json.dumps(Heartbeat(beat, "now", other.pid, HOST, "step 7")))
         assert watching._missing() is None
 
 
 def test_a_process_that_is_gone_is_named_instead_of_the_collective_it_broke(
     tmp_path: Path, other: subprocess.Popen[bytes], leaves: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    watching = rank_0(tmp_path, Line(3, "now", other.pid, HOST, "step 7"))
+    watching = rank_0(tmp_path, Heartbeat(3, "now", other.pid, HOST, "step 7"))
     other.kill()
     with pytest.raises(Left), watching:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
@@ -109,18 +109,18 @@ def test_a_process_that_is_gone_is_named_instead_of_the_collective_it_broke(
 
 def test_another_error_is_left_as_it_is(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
     other.kill()
-    with pytest.raises(RuntimeError, match="^mine$"), rank_0(tmp_path, Line(3, "now", other.pid, HOST, "step 7")):
+    with pytest.raises(RuntimeError, match="^mine$"), rank_0(tmp_path, Heartbeat(3, "now", other.pid, HOST, "step 7")):
         raise RuntimeError("mine")
 
 
 def test_a_far_process_must_be_heard_once_it_trains(tmp_path: Path) -> None:
-    watching = rank_0(tmp_path, Line(3, "now", 1, "elsewhere", "start-up"))
+    watching = rank_0(tmp_path, Heartbeat(3, "now", 1, "elsewhere", "start-up"))
     assert found(watching) is None
-    (tmp_path / ".ranks" / "1").write_text(json.dumps(Line(4, "now", 1, "elsewhere", "step 1")))
+    (tmp_path / ".ranks" / "1").write_text(json.dumps(Heartbeat(4, "now", 1, "elsewhere", "step 1")))
     assert found(watching) == (1, "far")
 
 
-@pytest.mark.parametrize("line", ["", "{", "[1, 2]", json.dumps(Line(3, "before", 2**22 + 1, HOST, "step 7"))])
+@pytest.mark.parametrize("line", ["", "{", "[1, 2]", json.dumps(Heartbeat(3, "before", 2**22 + 1, HOST, "step 7"))])
 def test_lines_of_a_former_start_or_half_a_line_say_nothing(line: str, tmp_path: Path) -> None:
     assert found(rank_0(tmp_path, line)) is None
 

@@ -18,8 +18,9 @@ from slimbayes.lab.configs.files import merged
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.runs import training
 from slimbayes.lab.runs.checkpoints import latest_checkpoint
-from slimbayes.lab.runs.fit import Stopped, Training, fit
+from slimbayes.lab.runs.fit import fit
 from slimbayes.lab.runs.step import TrainingStep
+from slimbayes.lab.runs.training import Stopped, Training
 from slimbayes.report import record
 
 pytestmark = pytest.mark.usefixtures("unchecked_fits")

@@ -8,7 +8,8 @@ from lab_configs import CPU, call, experiment
 
 import slimbayes as sb
 from slimbayes.lab.execution import key
-from slimbayes.lab.runs.fit import fit, load_run
+from slimbayes.lab.runs.fit import fit
+from slimbayes.lab.runs.trained import load_run
 from slimbayes.report.record import read
 
 pytestmark = pytest.mark.usefixtures("unchecked_fits")

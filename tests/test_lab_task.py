@@ -16,7 +16,8 @@ from slimbayes.data import Dataset, Split, load, prepare
 from slimbayes.data.folders import ImageFolder, read_crop, read_square
 from slimbayes.lab.configs.experiment import Data
 from slimbayes.lab.configs.files import merged, validate
-from slimbayes.lab.runs.fit import Training, fit
+from slimbayes.lab.runs.fit import fit
+from slimbayes.lab.runs.training import Training
 from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.lab.tasks import task as task_module
 from slimbayes.lab.tasks.task import Scaling, open_task

@@ -12,9 +12,12 @@ import slimbayes as sb
 from slimbayes.diagnostics import spectrum
 from slimbayes.lab.configs.files import validate
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.finished.diagnose import Case, diagnose
-from slimbayes.lab.runs.fit import Stopped, fit, load_run
+from slimbayes.lab.finished.diagnose import Case
+from slimbayes.lab.papers.diagnostics import diagnose
+from slimbayes.lab.runs.fit import fit
 from slimbayes.lab.runs.step import Tracker
+from slimbayes.lab.runs.trained import load_run
+from slimbayes.lab.runs.training import Stopped
 from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.report.record import read
 
@@ -61,12 +64,12 @@ def test_columns_are_those_of_the_definitions_and_training_does_not_notice(tmp_p
     assert row["mean_scale.dense1.weight"] == pytest.approx(float(scales.mean()), rel=1e-5)
 
     for at, expected in ((0.5, 12), (1.0, 24)):
-        numbers, _ = diagnose("tracked", Case(tracked, tmp_path, options={"layer": "dense1", "at": at}))
+        numbers, _ = diagnose("tracked", Case(tracked, options={"layer": "dense1", "at": at}))
         curve = next(row for row in read(tracked).curve if row["step"] == expected)
         assert numbers["step"] == expected and numbers["snr"] == curve["snr.dense1"]
         assert numbers["neg_elbo"] == pytest.approx(curve["validation_nll"] + curve["kl"])
     with pytest.raises(ValueError, match="has noted nothing of 'dense1': set train.track"):
-        diagnose("tracked", Case(plain, tmp_path, options={"layer": "dense1"}))
+        diagnose("tracked", Case(plain, options={"layer": "dense1"}))
 
 
 @pytest.mark.slow

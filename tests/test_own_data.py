@@ -20,7 +20,8 @@ from slimbayes.data.table_files import frame_of, frames, look
 from slimbayes.lab.command import app
 from slimbayes.lab.configs.experiment import Data
 from slimbayes.lab.configs.files import ConfigError, merged, validate
-from slimbayes.lab.runs.fit import fit, load_run
+from slimbayes.lab.runs.fit import fit
+from slimbayes.lab.runs.trained import load_run
 from slimbayes.lab.tasks.intake import data_digest, open_data
 from slimbayes.lab.tasks.own_table import OwnColumns
 from slimbayes.lab.tasks.task import open_task

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from slimbayes.lab.finished.diagnose import Case, diagnose
+from slimbayes.lab.finished.diagnose import Case
+from slimbayes.lab.papers.diagnostics import calibration_errors, diagnose
 from slimbayes.lab.papers.rows import Claim, find, listings
 from slimbayes.lab.papers.table import (
     Reproduction,
@@ -19,7 +20,6 @@ from slimbayes.lab.papers.table import (
     scores_of_record,
 )
 from slimbayes.lab.runs.predictor import Predictor
-from slimbayes.lab.runs.scores import calibration_errors
 from slimbayes.metrics import ALEXNET
 from slimbayes.report.record import Evaluation, ParameterCounts, Record, Reliability, RunCost
 
@@ -205,11 +205,11 @@ def test_the_density_of_perfect_predictions_is_the_papers_constant(
     task = SimpleNamespace(test=Split(x, y), y_mean=mean, y_std=std, scaling=Scaling(), name="toy")
     experiment = SimpleNamespace(seed=0, evaluate=SimpleNamespace(batch=7))
     monkeypatch.setattr(Case, "loaded", property(lambda self: Predictor(experiment, net, task, "gaussian")))
-    numbers, _ = diagnose("density", Case(tmp_path, tmp_path, draws=5, options={"precision": 0.1}))
+    numbers, _ = diagnose("density", Case(tmp_path, draws=5, options={"precision": 0.1}))
     assert numbers["lpd"] == pytest.approx(0.5 * math.log(0.1 / (2 * math.pi)), abs=1e-5)
     assert numbers["rmse"] == pytest.approx(0.0, abs=1e-5)
 
 
 def test_unknown_diagnostics_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Unknown diagnostic 'spectrm'; did you mean 'spectrum'"):
-        diagnose("spectrm", Case(None, tmp_path))
+        diagnose("spectrm", Case(None))

@@ -14,7 +14,8 @@ from slimbayes.lab.papers import reproduce as module
 from slimbayes.lab.papers.reproduce import Incomplete, parse_seeds, reproduce
 from slimbayes.lab.papers.rows import find, list_all, listings, roots
 from slimbayes.lab.papers.status import overview, row_statuses, status
-from slimbayes.lab.runs.fit import Stopped, evaluate_run
+from slimbayes.lab.runs.fit import evaluate_run
+from slimbayes.lab.runs.training import Stopped
 from slimbayes.metrics.corruption import corruption_errors
 from slimbayes.report.record import ParameterCounts, Record, RunCost, read, write
 
@@ -321,9 +322,7 @@ def test_corrupted_rows_of_a_run_that_was_not_asked_for_them(folder: Path, tmp_p
         clean = next(e for e in read(run).evaluations if e.role == "test" and e.draws == draws)
         assert not [e for e in read(run).evaluations if e.role == "corruption"]
         overrides = ["evaluate.corruptions=[defocus_blur, contrast]", "evaluate.severities=[4, 5]"]
-        made = [
-            e for e in evaluate_run(run, overrides, "cpu").evaluations if e.role == "corruption" and e.draws == draws
-        ]
+        made = [e for e in evaluate_run(run, overrides, CPU).evaluations if e.role == "corruption" and e.draws == draws]
         rates[row["row"]] = {"clean": 1 - clean.metrics["accuracy"]} | {
             name: [1 - e.metrics["accuracy"] for e in made if e.corruption == name]
             for name in ("defocus_blur", "contrast")

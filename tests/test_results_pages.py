@@ -12,8 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import main_table
 import verdicts
 
-from slimbayes.lab.configs.files import load, read_tree
-from slimbayes.lab.configs.trees import row_names
+from slimbayes.lab.configs.files import load, read_tree, row_names
 from slimbayes.report.record import Evaluation, ParameterCounts, Record, RunCost, read
 
 ROOT = Path(__file__).parents[1]

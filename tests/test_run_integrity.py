@@ -18,8 +18,9 @@ from test_predict_file import regression
 from slimbayes.data import Dataset, Split
 from slimbayes.lab.runs import folder as run_folder
 from slimbayes.lab.runs.checkpoints import latest_checkpoint
-from slimbayes.lab.runs.fit import fit, load_run
+from slimbayes.lab.runs.fit import fit
 from slimbayes.lab.runs.folder import RunError
+from slimbayes.lab.runs.trained import load_run
 from slimbayes.lab.tasks.intake import data_digest
 from slimbayes.report import record
 from slimbayes.report.record import RecordError

@@ -24,7 +24,7 @@ from slimbayes.lab.finished.predict_file import as_columns
 from slimbayes.lab.finished.serve_model import RunModel, Served, _array, open_model
 from slimbayes.lab.runs.fit import fit
 from slimbayes.lab.runs.folder import RunError
-from slimbayes.lab.runs.inputs import read_predictor
+from slimbayes.lab.runs.trained import read_predictor
 
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")

@@ -8,8 +8,9 @@ import torch
 from lab_configs import CPU
 
 import slimbayes as sb
-from slimbayes.lab.finished import step_times as module
-from slimbayes.lab.finished.diagnose import Case, diagnose
+from slimbayes.lab.finished.diagnose import Case
+from slimbayes.lab.papers import diagnostics as module
+from slimbayes.lab.papers.diagnostics import diagnose
 
 
 def test_step_times_are_of_both_posteriors_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,12 +24,12 @@ def test_step_times_are_of_both_posteriors_in_turn(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(module, "_step", step)
     monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
-    numbers, _ = diagnose("step_times", Case(None, None, options={"posterior": "mean-field", "steps": 3}))
+    numbers, _ = diagnose("step_times", Case(None, options={"posterior": "mean-field", "steps": 3}))
     assert numbers["step_ms"] == pytest.approx(7.0) and numbers["step_ratio"] == pytest.approx(3.5)
     assert numbers["step_ms_sem"] == pytest.approx(1 / math.sqrt(3))
 
 
 @pytest.mark.parametrize("posterior", ["point", "mean-field", "2-tied"])
 def test_every_posterior_of_the_step_times_trains(posterior: str) -> None:
-    numbers, _ = diagnose("step_times", Case(None, None, execution=CPU, options={"posterior": posterior, "steps": 2}))
+    numbers, _ = diagnose("step_times", Case(None, execution=CPU, options={"posterior": posterior, "steps": 2}))
     assert numbers["step_ms"] > 0

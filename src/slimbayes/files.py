@@ -4,7 +4,7 @@ write_text, write_json, write_csv, write_bytes      one file, at once
 replacing                                           one file, written piece by piece
 write_folder, read_folder                           a folder with the sha256 of each file in its manifest.json
 find_folder                                         where it is, also after a writer died between two renames
-sweep                                               removes what killed writers left
+remove_drafts                                       removes what killed writers left
 """
 
 import csv
@@ -49,7 +49,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
     An OSError, such as a full disk, comes out with the file's name.
     """
-    sweep(file.parent)
+    remove_drafts(file.parent)
     draft = _draft(file)
     try:
         yield draft
@@ -92,7 +92,7 @@ def write_folder(path: Path, files: Mapping[str, bytes]) -> Path:
     The former one steps aside as "<name>.previous" for the moment between two renames.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    sweep(path.parent)
+    remove_drafts(path.parent)
     if path.exists() and not (path / "manifest.json").exists() and any(path.iterdir()):
         raise CheckpointError(f"{path} exists and is not a slimbayes checkpoint; refusing to replace it.")
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
@@ -185,7 +185,7 @@ def _named(error: OSError, draft: Path, path: Path) -> OSError:
 # --- drafts, and what is left of them ---
 
 
-def sweep(folder: Path) -> None:
+def remove_drafts(folder: Path) -> None:
     """Remove the drafts of processes that were killed: those of this machine whose process is gone, and others that
     nobody has touched for twelve hours. Drafts of processes that are alive stay."""
     with suppress(OSError), os.scandir(folder) as entries:

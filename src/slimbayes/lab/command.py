@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from slimbayes.errors import SlimbayesWarning
-from slimbayes.lab.run_commands import COMMANDS, Accelerator, AllowCode, AsJson, DataDir, RunFolder
+from slimbayes.lab.run_commands import COMMANDS, Accelerator, AllowCode, AsJson, DataDir, RunFolder, print_scores
 from slimbayes.lab.run_commands import app as data_app
 
 _CODES = {
@@ -87,7 +88,7 @@ def fit(
     from slimbayes.lab.execution import Execution
     from slimbayes.lab.runs.fit import fit as train
     from slimbayes.lab.runs.folder import default_folder
-    from slimbayes.lab.runs.watchers import Bars, print_scores
+    from slimbayes.lab.runs.watchers import Bars
 
     experiment = load(config, overrides, scale)
     folder = out or default_folder(experiment)
@@ -96,7 +97,8 @@ def fit(
         nodes = int(os.environ["WORLD_SIZE"]) // devices
         resume = resume or int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0
     execution = Execution(
-        accelerator, devices, nodes, strategy, compile, graph, workers, checkpoint_every, tensorboard, data_dir
+        accelerator=accelerator, devices=devices, nodes=nodes, strategy=strategy, compile=compile, graph=graph,
+        workers=workers, checkpoint_every=checkpoint_every, tensorboard=tensorboard, data_dir=data_dir,
     )  # fmt: skip
     with Bars(experiment.name) as bars:
         train(experiment, folder, execution, resume, bars, judge=evaluate)
@@ -115,43 +117,42 @@ def evaluate(
     allow_code: AllowCode = False,
 ) -> None:
     """Judge a trained run again: on test, corrupted, shifted and unfamiliar rows. Writes its record anew."""
+    from slimbayes.lab.execution import Execution
     from slimbayes.lab.runs.fit import evaluate_run
-    from slimbayes.lab.runs.watchers import print_scores
 
     wanted = [*overrides, *([f"evaluate.draws={draws if draws == 'exact' else f'[{draws}]'}"] if draws else [])]
-    evaluate_run(run, wanted, accelerator, data_dir, workers)
+    evaluate_run(run, wanted, Execution(accelerator=accelerator, data_dir=data_dir, workers=workers))
     print_scores(run)
+
+
+@app.command()
+def init(
+    data: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A .csv, .tsv, .parquet or .npz, or a folder of pictures.")
+    ],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="The config; ./<name>.yaml by default.")] = None,
+    target: Annotated[str | None, typer.Option(help="Column to predict; the last one by default.")] = None,
+    header: Annotated[
+        bool | None, typer.Option("--header/--no-header", help="Whether a csv's first line has names; else it is seen.")
+    ] = None,
+) -> None:
+    """Look at data of your own and write a commented config for them."""
+    from slimbayes.files import write_text
+    from slimbayes.lab.configs.files import ConfigError
+    from slimbayes.lab.configs.init import config_text, left_out
+
+    file = output or Path(f"{data.resolve().stem or 'data'}.yaml")
+    if file.exists():
+        raise ConfigError(f"{file} is there already. Choose another name with -o.")
+    text = config_text(data, file, target, header)
+    write_text(file, text)
+    for why in left_out(text):
+        typer.echo(f"left out: {why}")
+    typer.echo(f"{file} is written. Look through it, then: slimbayes fit {shlex.quote(str(file))}")
 
 
 for command in COMMANDS:
     app.command()(command)
-
-
-@app.command()
-def serve(
-    model: Annotated[Path, typer.Argument(metavar="RUN_OR_EXPORT", help="Run directory, or a file of sb.export.")],
-    host: Annotated[str, typer.Option(help="Address; others than this machine's need a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
-    key_file: Annotated[Path | None, typer.Option(help="File with the API key; or $SLIMBAYES_API_KEY.")] = None,
-    draws: Annotated[int, typer.Option(help="Draws of each member, unless a request says.", min=1, max=10_000)] = 16,
-    max_draws: Annotated[int, typer.Option(help="Draws that a request may ask for.", min=1, max=10_000)] = 64,
-    max_rows: Annotated[int, typer.Option(help="Rows of a request, and of a batch.", min=1)] = 1024,
-    max_body: Annotated[int, typer.Option(help="Bytes of a request.", min=1)] = 1 << 20,
-    max_wait: Annotated[float, typer.Option(help="Seconds in the queue from which requests get 503.", min=0)] = 0.25,
-    accelerator: Accelerator = "auto",
-    allow_code: AllowCode = False,
-) -> None:
-    """Answer predictions over HTTP, with uncertainty: POST /predict."""
-    try:
-        from slimbayes.lab.finished import serve as server
-    except ModuleNotFoundError as error:
-        raise ImportError(f'Serving needs {error.name}: pip install "slimbayes[serve]"') from error
-
-    key = key_file.read_text().strip() if key_file else os.environ.get("SLIMBAYES_API_KEY")
-    if key is not None and not key:
-        raise ValueError("The API key is empty.")
-    limits = server.Limits(max_body, max_rows, max_draws, max_wait)
-    server.serve(model, host, port, limits, key, draws, accelerator)
 
 
 @app.command()
@@ -261,7 +262,7 @@ def config_check(config: Path, overrides: Overrides = [], scale: Scale = "full")
 def config_show(config: Path, overrides: Overrides = [], scale: Scale = "full") -> None:  # noqa: B006
     """Print a config with everything it extends and every default written out."""
     from slimbayes.lab.configs.files import load
-    from slimbayes.lab.configs.trees import dump
+    from slimbayes.lab.configs.yaml_text import dump
 
     typer.echo(dump(load(config, overrides, scale).resolved), nl=False)
 

@@ -130,6 +130,9 @@ def shard(network: nn.Module, mesh: Any) -> nn.Module:
     return network
 
 
+_LEFT: list[Any] = []  # process groups
+
+
 def leave_together(fabric: Any) -> None:
     """End the group of processes: the first goes on alone, and draws as one process does."""
     fabric.barrier()
@@ -139,9 +142,6 @@ def leave_together(fabric: Any) -> None:
         _LEFT.append(torch.distributed.group.WORLD)
         time.sleep(0.3)
         torch.distributed.destroy_process_group()
-
-
-_LEFT: list[Any] = []
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Commands that look at a finished run, use it, or make another of it; and those about data sets.
+"""Commands about a finished run: look at it, make another of it, predict with it; and those about data sets.
 
 torch and the readers are imported when a command runs, so that `--help` answers at once.
 """
@@ -6,7 +6,7 @@ torch and the readers are imported when a command runs, so that `--help` answers
 from __future__ import annotations
 
 import json
-import shlex
+import os
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -32,33 +32,38 @@ def _allow(ctx: typer.Context, allowed: bool) -> bool:
     return allowed
 
 
+_SHOWN = ("accuracy", "nll", "ece", "rmse", "lpd", "crps", "auroc", "fpr95")
 _TRUST = "Trust files that may run code: runs with model.python, .pt2 files."
 AllowCode = Annotated[bool, typer.Option("--allow-code", help=_TRUST, callback=_allow)]
 
 
-def init(
-    data: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A .csv, .tsv, .parquet or .npz, or a folder of pictures.")
-    ],
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="The config; ./<name>.yaml by default.")] = None,
-    target: Annotated[str | None, typer.Option(help="Column to predict; the last one by default.")] = None,
-    header: Annotated[
-        bool | None, typer.Option("--header/--no-header", help="Whether a csv's first line has names; else it is seen.")
-    ] = None,
-) -> None:
-    """Look at data of your own and write a commented config for them."""
-    from slimbayes.files import write_text
-    from slimbayes.lab.configs.init import config_text, left_out
-    from slimbayes.lab.configs.trees import ConfigError
+def print_scores(folder: Path) -> None:
+    """Print what a finished run's record says about its rows and its posterior, and what to do about it."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-    file = output or Path(f"{data.resolve().stem or 'data'}.yaml")
-    if file.exists():
-        raise ConfigError(f"{file} is there already. Choose another name with -o.")
-    text = config_text(data, file, target, header)
-    write_text(file, text)
-    for why in left_out(text):
-        typer.echo(f"left out: {why}")
-    typer.echo(f"{file} is written. Look through it, then: slimbayes fit {shlex.quote(str(file))}")
+    from slimbayes.diagnostics.check import lines
+    from slimbayes.report.record import read
+
+    record, console = read(folder), Console()
+    rows = [e for e in record.evaluations if e.role in ("test", "shift", "ood")]
+    names = list(dict.fromkeys(n for e in rows for n in e.metrics if n in _SHOWN))
+    table = Table(title=Text(f"{record.name}: {record.method}"))
+    for column in ("rows", "draws", *names):
+        table.add_column(column, justify="right" if column != "rows" else "left")
+    for e in rows:
+        cells = [f"{e.metrics[n]:.4f}" if n in e.metrics else "" for n in names]
+        table.add_row(Text(f"{e.data} ({e.role})"), str(e.draws), *cells)
+    console.print(table)
+    if found := record.diagnostics:
+        for line in lines(dict(found), any("rmse" in e.metrics for e in record.evaluations)):
+            console.print(line, highlight=False, markup=False)
+        if found.nonfinite_steps:
+            console.print(f"steps that were not finite: {found.nonfinite_steps}", highlight=False)
+        for warning in found.warnings:
+            console.print(f"! {warning}", style="yellow", highlight=False, markup=False)
+    print(f"record: {folder / 'record.json'}")
 
 
 def diagnose(
@@ -71,7 +76,7 @@ def diagnose(
 ) -> None:
     """Look at a run's posterior: ELBO, calibration, k-hat; of Gaussian ones spectrum, truncation, gradient noise."""
     from slimbayes.lab.execution import Execution
-    from slimbayes.lab.finished.after_training import diagnose_run, diagnosis_lines
+    from slimbayes.lab.finished.diagnose import diagnose_run, diagnosis_lines
 
     found = diagnose_run(run, Execution(accelerator=accelerator, data_dir=data_dir), draws)
     typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(diagnosis_lines(found)))
@@ -87,8 +92,8 @@ def stack(
 ) -> None:
     """Weigh a run's members or components by its validation rows (stacking), and judge it again."""
     from slimbayes.lab.execution import Execution
-    from slimbayes.lab.finished.after_training import stack_run, weight_lines
-    from slimbayes.lab.runs.watchers import Bars, print_scores
+    from slimbayes.lab.finished.stack_export import stack_run, weight_lines
+    from slimbayes.lab.runs.watchers import Bars
 
     with Bars("stacked") as bars:
         folder, weights = stack_run(run, out, Execution(accelerator=accelerator, data_dir=data_dir), bars, draws)
@@ -126,18 +131,45 @@ def export(
     allow_code: AllowCode = False,
 ) -> None:
     """Write a run as one file that predicts without slimbayes; `slimbayes serve` takes .onnx files."""
-    from slimbayes.lab.configs.trees import ConfigError
-    from slimbayes.lab.finished.after_training import export_run
+    from slimbayes.lab.configs.files import ConfigError
+    from slimbayes.lab.execution import Execution
+    from slimbayes.lab.finished.stack_export import export_run
 
     file = output or Path(f"{run.resolve().name}.{to}")
     if file.suffix != f".{to}":
         raise ConfigError(f"-o must end in .{to}, as --to says, got {file}.")
-    made = export_run(run, file, draws, accelerator)
+    made = export_run(run, file, Execution(accelerator=accelerator), draws)
     shape = " x ".join("rows" if size is None else str(size) for size in made.inputs["input"])
     typer.echo(f"{file}: {shape} -> {', '.join(made.outputs)}, of {made.draws} draws")
 
 
-COMMANDS = (init, diagnose, stack, predict, export)
+def serve(
+    model: Annotated[Path, typer.Argument(metavar="RUN_OR_EXPORT", help="Run directory, or a file of sb.export.")],
+    host: Annotated[str, typer.Option(help="Address; others than this machine's need a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
+    key_file: Annotated[Path | None, typer.Option(help="File with the API key; or $SLIMBAYES_API_KEY.")] = None,
+    draws: Annotated[int, typer.Option(help="Draws of each member, unless a request says.", min=1, max=10_000)] = 16,
+    max_draws: Annotated[int, typer.Option(help="Draws that a request may ask for.", min=1, max=10_000)] = 64,
+    max_rows: Annotated[int, typer.Option(help="Rows of a request, and of a batch.", min=1)] = 1024,
+    max_body: Annotated[int, typer.Option(help="Bytes of a request.", min=1)] = 1 << 20,
+    max_wait: Annotated[float, typer.Option(help="Seconds in the queue from which requests get 503.", min=0)] = 0.25,
+    accelerator: Accelerator = "auto",
+    allow_code: AllowCode = False,
+) -> None:
+    """Answer predictions over HTTP, with uncertainty: POST /predict."""
+    try:
+        from slimbayes.lab.finished import serve as server
+    except ModuleNotFoundError as error:
+        raise ImportError(f'Serving needs {error.name}: pip install "slimbayes[serve]"') from error
+
+    key = key_file.read_text().strip() if key_file else os.environ.get("SLIMBAYES_API_KEY")
+    if key is not None and not key:
+        raise ValueError("The API key is empty.")
+    limits = server.Limits(max_body, max_rows, max_draws, max_wait)
+    server.serve(model, host, port, limits, key, draws, accelerator)
+
+
+COMMANDS = (diagnose, stack, predict, export, serve)
 
 # --- slimbayes data: what sets are there, whether they are the published ones (exit code 1 if not), and their cache ---
 

@@ -42,7 +42,7 @@ def optuna_objective(
         space = lambda trial: {"train.optimizer.lr": trial.suggest_float("lr", 1e-4, 0.1, log=True)}
         study.optimize(optuna_objective("rank1.yaml", "runs", space), n_trials=30, catch=RuntimeError)
     """
-    search = _search(config, out, metric, words)
+    run_trial = _trial_runner(config, out, metric, words)
 
     def objective(trial: Trial) -> float:
         from optuna.exceptions import TrialPruned
@@ -51,7 +51,7 @@ def optuna_objective(
             trial.report(value, epoch)
             return not trial.should_prune()
 
-        found = search(suggest(trial), report)
+        found = run_trial(suggest(trial), report)
         if found is None:
             raise TrialPruned
         return found
@@ -67,7 +67,7 @@ def tune_trainable(
     Example:
         Tuner(tune_trainable("rank1.yaml", "runs"), param_space={"train.optimizer.lr": tune.loguniform(1e-4, 0.1)})
     """
-    search = _search(config, out, metric, words)
+    run_trial = _trial_runner(config, out, metric, words)
 
     def trainable(values: dict[str, Any]) -> None:
         from ray import tune
@@ -76,12 +76,12 @@ def tune_trainable(
             tune.report({"epoch": epoch, metric: value})  # ends the run where the scheduler stops the trial
             return True
 
-        search(values, report)
+        run_trial(values, report)
 
     return trainable
 
 
-def _search(
+def _trial_runner(
     config: Path | str, out: Path | str, metric: str, words: Sequence[str]
 ) -> Callable[[Values, Report], float | None]:
     """A function that trains a config with some values; returns its metric, None where a report said to stop."""
@@ -91,7 +91,7 @@ def _search(
     if not base.data.validation:
         raise ConfigError(f"{metric} is of validation rows: set data.validation in {config}, to 0.1 say.")
 
-    def search(values: Values, report: Report) -> float | None:
+    def run_trial(values: Values, report: Report) -> float | None:
         run = Run("", with_values(base.resolved, values), place)
         told = 0
 
@@ -110,7 +110,7 @@ def _search(
             raise RuntimeError(reason or f"{run.folder}: its {metric} is not finite.")
         return value
 
-    return search
+    return run_trial
 
 
 def epochs(folder: Path, metric: str) -> list[tuple[int, float]]:

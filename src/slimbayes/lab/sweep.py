@@ -29,8 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slimbayes.errors import brief, cut
-from slimbayes.lab.configs.files import ConfigError, load, parse_override, read_tree, with_values
-from slimbayes.lab.configs.trees import row_names
+from slimbayes.lab.configs.files import ConfigError, Scale, load, parse_override, read_tree, row_names, with_values
 from slimbayes.lab.execution import signals_to
 from slimbayes.lab.runs.process import Run, train
 
@@ -42,7 +41,7 @@ _SHOWN = 20  # faults in one message
 
 def sweep(
     config: Path, out: Path, over: Sequence[str] = (), jobs: int = 1, dry: bool = False,
-    overrides: Sequence[str] = (), scale: str = "full", data_dir: Path | None = None, accelerator: str = "auto",
+    overrides: Sequence[str] = (), scale: Scale = "full", data_dir: Path | None = None, accelerator: str = "auto",
     compile: bool | None = None, limit_seconds: float = math.inf,
 ) -> int:  # fmt: skip
     """Run all combinations, seed by seed; returns how many failed or were left. Runs that have finished are skipped.
@@ -93,7 +92,7 @@ def sweep(
 
 
 def combinations(
-    config: Path, out: Path, over: Sequence[str] = (), overrides: Sequence[str] = (), scale: str = "full"
+    config: Path, out: Path, over: Sequence[str] = (), overrides: Sequence[str] = (), scale: Scale = "full"
 ) -> list[Run]:
     """The runs of a sweep, equal ones once; raises ConfigError with every one that is not valid."""
     rows = row_names(read_tree(Path(config)))

@@ -6,6 +6,7 @@
 Models of methods and priors are made from the signatures of our own classes. Networks and augmentations, functions of
 `slimbayes.models` and `slimbayes.data`, have models with bounds of their own and are looked up when they are built:
 configs are checked without torch. Their options and defaults are the functions' own, which a test compares.
+`describe_faults` says what is wrong with a config, in the config's own words.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model, model_validator
-from pydantic_core import CoreSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic.annotated_handlers import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, ErrorDetails
 
 from slimbayes.distributions.families import FAMILIES, Distribution
+from slimbayes.errors import brief, cut, did_you_mean
 
 
 class Options(BaseModel):
@@ -71,16 +74,6 @@ def choice(makes: Callable[..., Any]) -> type[Choice]:
 
 def choices(makes: Iterable[Callable[..., Any]]) -> tuple[type[Choice], ...]:
     return tuple(map(choice, makes))
-
-
-def models_in(annotation: Any) -> Iterable[type[BaseModel]]:
-    """All pydantic models that a type, or what marks a field, allows."""
-    if isinstance(annotation, OneOf):
-        yield from annotation.models
-    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in get_args(annotation):
-        yield from models_in(part)
 
 
 def _translated(hint: Any) -> Any:
@@ -176,3 +169,69 @@ AUGMENTATIONS = (
         ratio=(Annotated[tuple[float, float], _RATIOS], (3 / 4, 4 / 3)), flip=(bool, True),
     ),
 )  # fmt: skip
+
+# --- what is wrong with a config ---
+
+_SHOWN = 20  # faults in one message
+
+
+def describe_faults(error: ValidationError, root: type[BaseModel]) -> str:
+    """What is wrong with a config, whose model is `root`, in lines; each and all of them are in bounds."""
+    faults = dict.fromkeys(_describe(fault, root) for fault in error.errors(include_url=False))
+    lines = [f"  {cut(fault, most=1000)}" for fault in faults]
+    return "\n".join(lines[:_SHOWN] + ([f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []))
+
+
+def _describe(fault: ErrorDetails, root: type[BaseModel]) -> str:
+    """One fault: its path, what is wrong, and the nearest valid word."""
+    place = tuple(cut(part, most=60) if isinstance(part, str) else part for part in fault["loc"])
+    path, fields = _locate(root, place, unknown=fault["type"] == "extra_forbidden")
+    if fault["type"] == "extra_forbidden":
+        return f"{path}: no such field{did_you_mean(str(fault['loc'][-1]), fields)}"
+    if fault["type"] == "union_tag_invalid":
+        context = fault["ctx"]
+        known = [tag.strip().strip("'") for tag in context["expected_tags"].split(",")]
+        return f"{path}.kind: unknown {brief(context['tag'])}{did_you_mean(str(context['tag']), known)}"
+    if fault["type"] == "union_tag_not_found":
+        return f"{path}: needs a `kind` that says which"
+    if fault["type"] == "missing":
+        return f"{path}: is missing"
+    got = fault["input"]
+    shown = "" if isinstance(got, dict | BaseModel) else f", got {brief(got)}"
+    return f"{path}: {fault['msg'].removeprefix('Value error, ')}{shown}"
+
+
+def _locate(root: type[BaseModel], place: tuple[int | str, ...], unknown: bool) -> tuple[str, list[str]]:
+    """A fault's path as the config spells it, without pydantic's words for arms of unions, and the known fields.
+
+    ("method", "Rank1", "prior", "Cauchy", "scale") is method.prior.scale.
+    """
+    models: list[type[BaseModel]] = [root]
+    path, mapping = [], False
+    for part in place[:-1] if unknown else place:
+        field = next((m.model_fields[str(part)] for m in models if part in m.model_fields), None)
+        if mapping or isinstance(part, int):  # a key of a mapping, a place in a list
+            path.append(str(part))
+            mapping = False
+        elif field is not None:
+            path.append(str(part))
+            mapping = get_origin(field.annotation) is dict
+            models = [m for source in (field.annotation, *field.metadata) for m in _models_in(source)]
+        else:  # the arm that `kind` chose, or the name of a class
+            models = [m for m in models if part == m.__name__ or part in get_args(_kind(m))] or models
+    known = list(dict.fromkeys(name for m in models for name in m.model_fields if name != "format"))
+    return ".".join([*path, str(place[-1])] if unknown else path) or "(top)", known
+
+
+def _kind(model: type[BaseModel]) -> Any:
+    return model.model_fields["kind"].annotation if "kind" in model.model_fields else None
+
+
+def _models_in(annotation: Any) -> Iterable[type[BaseModel]]:
+    """All pydantic models that a type, or what marks a field, allows."""
+    if isinstance(annotation, OneOf):
+        yield from annotation.models
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)

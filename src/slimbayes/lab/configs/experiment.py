@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -218,6 +219,8 @@ class Experiment(Options):
         return built.describe()
 
 
+# --- as runs write it down, and what those of before mean ---
+
 # The hash leaves out what was a default when runs were first named by it: another default changes no name.
 _FORMER_DEFAULTS: dict[str, dict[str, Any]] = {"BatchEnsemble": {"mean_init": {"kind": "Signs", "positive": 0.5}}}
 
@@ -233,3 +236,13 @@ def _written(method: Choice | ByName, defaults: bool = True) -> dict[str, Any]:
     tree, usual = (json.loads(json.dumps(config.to_dict())) for config in (built, type(built)()))
     usual |= _FORMER_DEFAULTS.get(tree["kind"], {})
     return tree if defaults else {name: value for name, value in tree.items() if name == "kind" or value != usual[name]}
+
+
+def with_former_rules(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tree with the rules of its time: one that a run has written, which says everything, but not how members' losses
+    join, is from when they were averaged.
+    """
+    train = tree.get("train")
+    if not isinstance(train, Mapping) or "ensemble_loss" in train or not {"clip", "ema", "early_stop"} <= train.keys():
+        return tree
+    return {**tree, "train": {**train, "ensemble_loss": "mean"}}

@@ -4,37 +4,53 @@
 
 A file may say `extends: base.yaml` (or a list of files, relative to itself): its values are laid over theirs,
 mapping by mapping; a mapping with another `kind` replaces the former one. It may hold `small:`, values that
-`--scale small` lays over all, and `paper:`, which only tables read. Of a file with several experiments
-(trees.py) `file.yaml#row` is one.
+`--scale small` lays over all, and `paper:`, which only tables read. A file may hold several experiments as rows, which
+`table.yaml#row` names:
+
+name: "digits-{row}"                            {row} stands for the row's name, {posterior} for its label on that axis
+train: {epochs: 30}                             values of all rows
+axes:                                           each label with each: the rows are mnist-1-tied, mnist-2-tied, ...
+  data: {mnist: {extends: networks.yaml#mnist}}
+  posterior: {1-tied: {method: {rank: 1}}, 2-tied: {method: {rank: 2}}}
+rows:                                           what is a single row's; without axes, all rows there are
+  mnist-2-tied: {train: {epochs: 40}}
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
 from slimbayes.errors import brief, cut, did_you_mean
-from slimbayes.lab.configs.choices import models_in
-from slimbayes.lab.configs.experiment import FORMAT, Experiment
+from slimbayes.lab.configs.choices import describe_faults
+from slimbayes.lab.configs.experiment import FORMAT, Experiment, with_former_rules
 from slimbayes.lab.configs.own import fill_in
-from slimbayes.lab.configs.trees import SEVERAL, SIZE, Tree, YamlError, parse, parts_of, row_names, row_parts
-from slimbayes.lab.configs.trees import ConfigError as ConfigError
-from slimbayes.lab.configs.trees import merged as merged
+from slimbayes.lab.configs.yaml_text import SIZE, YamlError, parse
 from slimbayes.untrusted import DEPTH, read_file
 
+Tree = dict[str, Any]
+Scale = Literal["full", "small"]  # small: with what a file has under `small` laid over it
 _SIDE = ("small", "paper")  # keys beside the experiment's own
+_SEVERAL = ("rows", "axes")  # keys of files that hold several experiments
+_ROWS = 10_000  # of one file; the longest table of a paper has forty
+_PARTS = 200  # laid over one another for one row
 _FILES = 100  # that one config may extend, and how far: ours have four, two deep
 _FAR = 20
-_SHOWN = 20  # faults in one message
 
 
-def load(file: Path | str, overrides: Sequence[str] = (), scale: str = "full") -> Experiment:
+class ConfigError(ValueError):
+    """A config that cannot be read or is not valid; the message lists every fault with its path."""
+
+
+def load(file: Path | str, overrides: Sequence[str] = (), scale: Scale = "full") -> Experiment:
     """The experiment of a YAML file.
 
     Args:
@@ -44,10 +60,8 @@ def load(file: Path | str, overrides: Sequence[str] = (), scale: str = "full") -
     tree = read_tree(Path(file))
     if names := row_names(tree):
         raise ConfigError(f"{file} holds {len(names)} experiments: name one of them, as in {file}#{cut(names[0])}.")
-    small = tree.pop("small", {})
-    tree.pop("paper", None)
     if scale == "small":
-        tree = merged(tree, small)
+        tree = merged(tree, tree.get("small", {}))
     for override in overrides:
         tree = merged(tree, parse_override(override))
     return validate(tree, str(file))
@@ -75,17 +89,18 @@ def _read(file: Path, above: tuple[Path, ...], known: dict[Path, Tree]) -> Tree:
 
 
 def _with_below(file: Path, above: tuple[Path, ...], known: dict[Path, Tree]) -> Tree:
+    """From the bottom up: what the row's parts extend, the file itself on what it extends, the row's parts."""
     whole, _, row = str(file).rpartition("#") if "#" in file.name[1:] else (str(file), "", "")
     tree = _read(Path(whole), (*above, file), known) if row else _parsed(file)
     try:
-        parts = row_parts(tree, row) if row else []
+        parts = _row_parts(tree, row) if row else []
     except ConfigError as error:
         raise ConfigError(f"{whole}: {error}") from error
     out: Tree = {}
     for below in (below for part in parts or [tree] for below in part.get("extends", []) if below[0] != "#"):
         out = merged(out, _read(Path(below), (*above, file), known))
     for part in [tree, *parts]:
-        out = merged(out, {k: v for k, v in part.items() if k != "extends" and not (row and k in SEVERAL)})
+        out = merged(out, {k: v for k, v in part.items() if k != "extends" and not (row and k in _SEVERAL)})
     return out
 
 
@@ -109,10 +124,10 @@ def _tree(file: Path, text: str) -> Tree:
     tree = parse(text)
     if not isinstance(tree, dict):
         raise ConfigError(f"it must hold a mapping of fields, got {type(tree).__name__}.")
-    for key in (*_SIDE, *SEVERAL):
+    for key in (*_SIDE, *_SEVERAL):
         if not isinstance(tree.get(key, {}), dict):
             raise ConfigError(f"{key} must be a mapping of fields, got {brief(tree[key])}.")
-    for part in parts_of(tree):
+    for part in _parts_of(tree):
         _resolve_below(part, file.parent, whole=part is tree)
     return tree
 
@@ -127,6 +142,99 @@ def _resolve_below(part: Tree, folder: Path, whole: bool) -> None:
         raise ConfigError(f"it cannot extend a row of its own, got {brief(given)}.")
     if below:
         part["extends"] = [name if name[0] == "#" else str(folder / name) for name in below]
+
+
+# --- rows of a file ---
+
+
+def row_names(tree: Tree) -> list[str]:
+    """Names of a file's rows, in order: labels of the axes joined by hyphens, or the keys of `rows`."""
+    rows = list(tree.get("rows", {}))
+    names = list(_grid(tree)) or rows
+    if odd := [name for name in rows if name not in names]:
+        raise ConfigError(f"rows.{cut(odd[0])} is no combination of the axes{did_you_mean(odd[0], names)}")
+    return names
+
+
+def _parts_of(tree: Tree) -> list[Tree]:
+    """All trees of a file that may extend others: the file's own, its rows and the values on its axes."""
+    several = [*tree.get("axes", {}).values(), tree.get("rows", {})]
+    if not all(isinstance(one, dict) and all(isinstance(label, str) for label in one) for one in several):
+        raise ConfigError("rows and axes must be mappings from labels, which are text, to fields.")
+    parts = [tree, *(part for one in several for part in one.values())]
+    if odd := [part for part in parts if not isinstance(part, dict)]:
+        raise ConfigError(f"each row and each value on an axis must be a mapping of fields, got {brief(odd[0])}.")
+    for paper in (part.get("paper", {}) for part in parts):
+        if not isinstance(paper, dict) or not isinstance(paper.get("row", ""), str):
+            raise ConfigError(f"paper must be a mapping of fields, and its row text, got {brief(paper)}.")
+    return parts
+
+
+def _row_parts(tree: Tree, name: str) -> list[Tree]:
+    """What is laid over a file's own values for a row: its values on the axes, then those of its own.
+
+    A part that extends "#other", another row of the file, comes after the parts of that one. Printed labels
+    (`paper.row`) of several axes are joined by commas.
+    """
+    names = row_names(tree)
+    if name not in names:
+        raise ConfigError(f"There is no row {brief(name)}{did_you_mean(name, names)}")
+    labels = _grid(tree).get(name, {})
+    along = [tree["axes"][axis][label] for axis, label in labels.items()]
+    printed = [part["paper"]["row"] for part in along if "row" in part.get("paper", {})]
+    joined = [{"paper": {"row": ", ".join(printed)}}] if printed else []
+    parts = _with_rows([*along, *joined, tree.get("rows", {}).get(name, {})], tree, (name,))
+    words = {"row": name, **labels}
+    given = [str(part["name"]) for part in [tree, *parts] if "name" in part]
+    return [*parts, *({"name": re.sub(r"\{(\w+)\}", lambda w: words.get(w[1], w[0]), text)} for text in given[-1:])]
+
+
+def _grid(tree: Tree) -> dict[str, dict[str, str]]:
+    """For each name of a row its label on each axis; nothing where there are no axes."""
+    axes = tree.get("axes", {})
+    if (count := math.prod(map(len, axes.values()))) > _ROWS:
+        raise ConfigError(f"the axes have {brief(count)} combinations, more than {_ROWS:,}.")
+    chosen = [dict(zip(axes, labels, strict=True)) for labels in itertools.product(*axes.values())] if axes else []
+    return {"-".join(labels.values()): labels for labels in chosen}
+
+
+def _with_rows(parts: Sequence[Tree], tree: Tree, seen: tuple[str, ...]) -> list[Tree]:
+    """Parts of a row, before each those of the rows that it extends; `seen` are the rows that led here."""
+    out: list[Tree] = []
+    for part in parts:
+        for other in (name[1:] for name in part.get("extends", []) if name.startswith("#")):
+            if other in seen or other not in tree.get("rows", {}):
+                raise ConfigError(
+                    f"rows.{cut(seen[-1])} extends #{cut(other)}, which is no row of the file, or extends it in turn."
+                )
+            out += _with_rows([tree["rows"][other]], tree, (*seen, other))
+        out.append(part)
+        if len(out) > _PARTS:
+            raise ConfigError(f"rows.{cut(seen[0])} extends more than {_PARTS} others, counted as often as named.")
+    return out
+
+
+# --- values laid over one another ---
+
+
+def merged(below: Tree, above: Mapping[str, Any]) -> Tree:
+    """Values of `above` laid over `below`, mapping by mapping; another `kind` replaces the whole mapping.
+
+    Example:
+        >>> merged({"a": {"x": 1, "y": 2}, "m": {"kind": "A", "p": 1}}, {"a": {"y": 3}, "m": {"kind": "B"}})
+        {'a': {'x': 1, 'y': 3}, 'm': {'kind': 'B'}}
+    """
+    out = dict(below)
+    for key, value in above.items():
+        old = out.get(key)
+        if (
+            isinstance(old, dict)
+            and isinstance(value, Mapping)
+            and value.get("kind", old.get("kind")) == old.get("kind")
+        ):
+            value = merged(old, value)
+        out[key] = value
+    return out
 
 
 def parse_override(text: str) -> Tree:
@@ -149,14 +257,7 @@ def _nested(path: str, value: Any) -> Tree:
     return value
 
 
-def _with_former_rules(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tree with the rules of its time: one that a run has written, which says everything, but not how members' losses
-    join, is from when they were averaged.
-    """
-    train = tree.get("train")
-    if not isinstance(train, Mapping) or "ensemble_loss" in train or not {"clip", "ema", "early_stop"} <= train.keys():
-        return tree
-    return {**tree, "train": {**train, "ensemble_loss": "mean"}}
+# --- from a tree to an experiment ---
 
 
 def validate(tree: Mapping[str, Any], source: str = "the config") -> Experiment:
@@ -168,11 +269,10 @@ def validate(tree: Mapping[str, Any], source: str = "the config") -> Experiment:
         )
     try:
         # As JSON, where strict types still take lists for tuples: a number is no truth value, and no text.
-        written = json.dumps(_whole(fill_in(_with_former_rules({k: v for k, v in tree.items() if k not in _SIDE}))))
+        written = json.dumps(_whole(fill_in(with_former_rules({k: v for k, v in tree.items() if k not in _SIDE}))))
         return Experiment.model_validate_json(written, strict=True)
     except ValidationError as error:
-        faults = list_faults([_describe(fault) for fault in error.errors(include_url=False)])
-        raise ConfigError(f"{source} is not a valid experiment:\n{faults}") from None
+        raise ConfigError(f"{source} is not a valid experiment:\n{describe_faults(error, Experiment)}") from None
 
 
 def with_values(tree: Tree, values: Mapping[str, Any]) -> Experiment:
@@ -189,51 +289,3 @@ def _whole(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_whole(inner) for inner in value]
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
-
-
-def list_faults(faults: list[str]) -> str:
-    """Faults as lines, each and all of them in bounds."""
-    lines = [f"  {cut(fault, most=1000)}" for fault in dict.fromkeys(faults)]
-    return "\n".join(lines[:_SHOWN] + ([f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []))
-
-
-def _describe(fault: ErrorDetails) -> str:
-    """One fault: its path, what is wrong, and the nearest valid word."""
-    place = tuple(cut(part, most=60) if isinstance(part, str) else part for part in fault["loc"])
-    path, fields = _locate(place, unknown=fault["type"] == "extra_forbidden")
-    if fault["type"] == "extra_forbidden":
-        return f"{path}: no such field{did_you_mean(str(fault['loc'][-1]), fields)}"
-    if fault["type"] == "union_tag_invalid":
-        context = fault["ctx"]
-        known = [tag.strip().strip("'") for tag in context["expected_tags"].split(",")]
-        return f"{path}.kind: unknown {brief(context['tag'])}{did_you_mean(str(context['tag']), known)}"
-    if fault["type"] == "union_tag_not_found":
-        return f"{path}: needs a `kind` that says which"
-    if fault["type"] == "missing":
-        return f"{path}: is missing"
-    got = fault["input"]
-    shown = "" if isinstance(got, dict | BaseModel) else f", got {brief(got)}"
-    return f"{path}: {fault['msg'].removeprefix('Value error, ')}{shown}"
-
-
-def _locate(place: tuple[int | str, ...], unknown: bool) -> tuple[str, list[str]]:
-    """A fault's path as the config spells it, without pydantic's words for arms of unions, and the known fields."""
-    models: list[type[BaseModel]] = [Experiment]
-    path, mapping = [], False
-    for part in place[:-1] if unknown else place:
-        field = next((m.model_fields[str(part)] for m in models if part in m.model_fields), None)
-        if mapping or isinstance(part, int):  # a key of a mapping, a place in a list
-            path.append(str(part))
-            mapping = False
-        elif field is not None:
-            path.append(str(part))
-            mapping = get_origin(field.annotation) is dict
-            models = [m for source in (field.annotation, *field.metadata) for m in models_in(source)]
-        else:  # the arm that `kind` chose, or the name of a class
-            models = [m for m in models if part == m.__name__ or part in get_args(_kind(m))] or models
-    known = list(dict.fromkeys(name for m in models for name in m.model_fields if name != "format"))
-    return ".".join([*path, str(place[-1])] if unknown else path) or "(top)", known
-
-
-def _kind(model: type[BaseModel]) -> Any:
-    return model.model_fields["kind"].annotation if "kind" in model.model_fields else None

@@ -19,7 +19,7 @@ from slimbayes.distributions.scales import dropout_scale
 from slimbayes.errors import did_you_mean
 from slimbayes.lab.configs.files import ConfigError, validate
 from slimbayes.lab.configs.own import FEW, feature_kind, target_is_class
-from slimbayes.lab.configs.trees import parse
+from slimbayes.lab.configs.yaml_text import parse
 from slimbayes.untrusted import check_regular
 
 _HEAD = "# Written by `slimbayes init` after a look at the data. Train with: slimbayes fit {file}\n"

@@ -31,8 +31,8 @@ from slimbayes.data.folders import ENDINGS, decode, read_square
 from slimbayes.data.table_files import cell_lines, number_blocks
 from slimbayes.files import replacing
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.runs.inputs import read_predictor
 from slimbayes.lab.runs.predictor import Predictor
+from slimbayes.lab.runs.trained import read_predictor
 from slimbayes.lab.tasks.intake import check_names
 from slimbayes.lab.tasks.task import Task
 from slimbayes.prediction.prediction import Prediction

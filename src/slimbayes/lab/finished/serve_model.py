@@ -19,7 +19,7 @@ from slimbayes.lab.configs.own import OwnCodeError, code_is_allowed
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.finished.predict_file import Columns, as_columns, check_and_fit
 from slimbayes.lab.runs.folder import RunError
-from slimbayes.lab.runs.inputs import own_columns, read_predictor
+from slimbayes.lab.runs.trained import own_columns, read_predictor
 from slimbayes.lab.tasks.intake import check_names
 from slimbayes.prediction.export import SUMMARIES
 from slimbayes.untrusted import check_regular, parse_json

@@ -23,9 +23,11 @@ from typing import Any
 from slimbayes.data.uci import standard_splits
 from slimbayes.errors import brief
 from slimbayes.files import write_json
+from slimbayes.lab.configs.files import Scale
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.finished.diagnose import Case, diagnose
-from slimbayes.lab.papers.rows import PaperRow, Scale, find
+from slimbayes.lab.finished.diagnose import Case
+from slimbayes.lab.papers.diagnostics import diagnose
+from slimbayes.lab.papers.rows import PaperRow, find
 from slimbayes.lab.papers.status import by_hash
 from slimbayes.lab.papers.table import (
     Numbers,
@@ -36,8 +38,9 @@ from slimbayes.lab.papers.table import (
     failure_lines,
     scores_of_record,
 )
-from slimbayes.lab.runs.fit import Stopped, fit
+from slimbayes.lab.runs.fit import fit
 from slimbayes.lab.runs.folder import default_folder
+from slimbayes.lab.runs.training import Stopped
 from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.report.record import Evaluation, read
 from slimbayes.untrusted import parse_json, read_file
@@ -53,7 +56,7 @@ def reproduce(
     execution: Execution = Execution(),  # noqa: B008 (frozen)
     scale: Scale = "full",
     seeds: Sequence[int] = (0,),
-    watcher: Watcher | None = None,
+    watcher: Watcher = Watcher(),  # noqa: B008 (it keeps nothing)
     folders: Sequence[Path] | None = None,
 ) -> Path:
     """Run the rows of a table or figure and write the table.
@@ -73,7 +76,6 @@ def reproduce(
     """
     if not seeds:
         raise ValueError("reproduce needs at least one seed, got none.")
-    watcher = watcher or Watcher()
     table = Reproduction(name, scale, find(name, folders))
     out = out or Path("runs") / "/".join(table.rows[0].name.split("/")[:2])
     out.mkdir(parents=True, exist_ok=True)
@@ -122,9 +124,9 @@ def _run(
     row: PaperRow, seed: int, out: Path, execution: Execution, scale: Scale, watcher: Watcher, known: Mapping[str, Path]
 ) -> RowResult:
     if not row.trains:
-        case = Case(None, out, 1, seed, row.paper.options, execution)
-        numbers, files = _diagnosed(row, case, out, f"{row.stem}-{seed}", "")
-        return RowResult(row, seed, numbers, files=files)
+        case = Case(None, 1, seed, row.paper.options, execution)
+        found, files = _diagnosed(row, case, out, f"{row.stem}-{seed}", "")
+        return RowResult(row, seed, _numbers(found), files=files)
     experiment = row.experiment(scale, seed)
     folder, former = default_folder(experiment, out), known.get(experiment.hash)
     if former is not None and not (folder / "record.json").exists():
@@ -134,18 +136,24 @@ def _run(
         fit(experiment, folder, execution, resume=True, watcher=watcher)
     record = read(folder)
     draws = draws_of(record, row.paper.draws)
-    case = Case(folder, out, draws, seed, row.paper.options, execution)
-    numbers, files = _diagnosed(row, case, out, f"{row.stem}-{seed}-{experiment.hash}", record.digest)
-    made = [parse_json(read_file(out / name))["details"] for name in files if name.endswith("-corruption.json")]
-    more = [Evaluation.model_validate(one) for details in made for one in details]  # beside the record's own
-    record = record.model_copy(update={"evaluations": [*record.evaluations, *more]})
-    setting = describe_setting(experiment, scale)
-    return RowResult(row, seed, scores_of_record(record, draws) | numbers, record, folder, setting, files)
+    case = Case(folder, draws, seed, row.paper.options, execution)
+    found, files = _diagnosed(row, case, out, f"{row.stem}-{seed}-{experiment.hash}", record.digest)
+    if "corruption" in found:  # as if the record had them
+        more = [Evaluation.model_validate(one) for one in found["corruption"]["details"]]
+        record = record.model_copy(update={"evaluations": [*record.evaluations, *more]})
+    numbers = scores_of_record(record, draws) | _numbers(found)
+    return RowResult(row, seed, numbers, record, folder, describe_setting(experiment, scale), files)
 
 
-def _diagnosed(row: PaperRow, case: Case, out: Path, stem: str, digest: str) -> tuple[Numbers, tuple[str, ...]]:
-    """Numbers of a row's diagnostics; what an earlier call found of the same run is read again."""
-    numbers: Numbers = {}
+def _numbers(found: Mapping[str, Any]) -> Numbers:
+    return {name: number for one in found.values() for name, number in one["numbers"].items()}
+
+
+def _diagnosed(row: PaperRow, case: Case, out: Path, stem: str, digest: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What each of a row's diagnostics found, numbers and details, and the files that hold it; what an earlier call
+    found of the same run is read again.
+    """
+    every: dict[str, Any] = {}
     files = []
     for name in row.paper.diagnostic:
         file = out / "diagnostics" / f"{stem}-{name}.json"
@@ -156,9 +164,9 @@ def _diagnosed(row: PaperRow, case: Case, out: Path, stem: str, digest: str) -> 
             mine, details = diagnose(name, replace(case, picture=file.with_suffix(".png")))
             found = {**key, "numbers": mine, "details": details}
             write_json(file, found)
-        numbers |= found["numbers"]
+        every[name] = found
         files += [str(path.relative_to(out)) for path in (file, file.with_suffix(".png")) if path.exists()]
-    return numbers, tuple(files)
+    return every, tuple(files)
 
 
 def _earlier(file: Path, key: dict[str, Any]) -> dict[str, Any] | None:

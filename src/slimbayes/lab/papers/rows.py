@@ -6,9 +6,9 @@ paper:
   table: Table 2                                    or figure: Figure 5
   columns: [nll, accuracy]
   units: {accuracy: "%"}                            as printed; without one, a score is as the record has it
-  diagnostic: spectrum                              one or several of `slimbayes.lab.finished.diagnose`
+  diagnostic: spectrum                              one or several of `slimbayes.lab.papers.diagnostics`
   claims: [{better: rank1-gaussian, than: deterministic, score: nll}]
-rows:                                               see configs/trees.py
+rows:                                               see configs/files.py
   mfvi: {method: {kind: MeanField}, paper: {row: MFVI BNN, numbers: [0.214, 94.7]}}
 
 A claim holds where the 95 % t interval of the paired differences lies on its side of zero, over three seeds at least.
@@ -28,11 +28,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, mo
 import slimbayes
 from slimbayes.errors import brief, cut, did_you_mean
 from slimbayes.lab.configs.experiment import Experiment
-from slimbayes.lab.configs.files import ConfigError, load, read_tree
-from slimbayes.lab.configs.trees import row_names
+from slimbayes.lab.configs.files import ConfigError, Scale, load, read_tree, row_names
 from slimbayes.report.metric import mean, metric, t_interval
 
-Scale = Literal["full", "small"]
 UNITS = {"": 1.0, "%": 100.0, "k": 1e-3, "M": 1e-6}  # from a record's numbers to printed ones
 
 
@@ -49,7 +47,7 @@ class Printed(BaseModel):
         draws: of each member; by default the largest number that is evaluated.
         repeat: what each of `--seeds` sets: the seed alone, or the standard split of the data too.
         relative_to: the row whose errors on corrupted rows count as 100.
-        diagnostic, options: functions of `slimbayes.lab.finished.diagnose` and their arguments.
+        diagnostic, options: functions of `slimbayes.lab.papers.diagnostics` and their arguments.
         claims: what the paper says of the table's rows, each judged over seeds.
         note: how the row differs from the paper's.
     """

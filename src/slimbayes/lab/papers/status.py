@@ -15,8 +15,8 @@ from typing import Any, get_args
 
 from slimbayes.errors import cut
 from slimbayes.lab.configs.experiment import Experiment
-from slimbayes.lab.configs.files import ConfigError, validate
-from slimbayes.lab.papers.rows import PaperRow, Scale, find, listings, roots
+from slimbayes.lab.configs.files import ConfigError, Scale, validate
+from slimbayes.lab.papers.rows import PaperRow, find, listings, roots
 from slimbayes.report.record import Record, RecordError, read
 from slimbayes.untrusted import parse_json, read_file
 

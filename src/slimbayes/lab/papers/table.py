@@ -12,7 +12,8 @@ from typing import Any
 from slimbayes.data import CORRUPTIONS
 from slimbayes.files import write_json, write_text
 from slimbayes.lab.configs.experiment import Experiment
-from slimbayes.lab.papers.rows import UNITS, PaperRow, Scale, claim_lines
+from slimbayes.lab.configs.files import Scale
+from slimbayes.lab.papers.rows import UNITS, PaperRow, claim_lines
 from slimbayes.metrics.corruption import ALEXNET, ALEXNET_CLEAN, corruption_errors
 from slimbayes.report.metric import bootstrap_interval
 from slimbayes.report.record import Record
@@ -198,12 +199,16 @@ def _line(cells: Iterable[str]) -> str:
 def _remarks(found: Mapping[str, Any]) -> list[str]:
     """Scale, what rows differ in, and what failed."""
     rows = found["rows"]
-    settings = [(text.partition(": ")[2].partition(", "), row["label"]) for row in rows for text in row["settings"]]
-    out = []
-    for rest, labels in _grouped((rest, label) for (_, _, rest), label in settings).items():
-        data = dict.fromkeys(name for (name, _, other), _ in settings if other == rest)
-        several = len({other for (_, _, other), _ in settings}) > 1
-        out.append(f"- {found['scale']}: {', '.join(data)}; {rest}{f' ({_labels(labels)})' if several else ''}")
+    settings: list[tuple[str, str, str]] = []  # data, the rest of a setting, label; data that share the rest, a line
+    for row in rows:
+        for text in row["settings"]:
+            data, _, rest = text.partition(": ")[2].partition(", ")
+            settings.append((data, rest, row["label"]))
+    out, sharing = [], _grouped((rest, label) for _, rest, label in settings)
+    for rest, labels in sharing.items():
+        names = dict.fromkeys(data for data, other, _ in settings if other == rest)
+        whose = f" ({_labels(labels)})" if len(sharing) > 1 else ""
+        out.append(f"- {found['scale']}: {', '.join(names)}; {rest}{whose}")
     out.append("- Ours: mean and its 95 % bootstrap interval over seeds (± standard error over rows with one seed).")
     out.append("- In italics: what the paper prints.")
     for note, labels in _grouped((row["note"], row["label"]) for row in rows if row["note"]).items():

@@ -8,50 +8,56 @@ from __future__ import annotations
 
 import base64
 import io
-import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-import slimbayes as sb
 from slimbayes.data import Split, corrupt, load
 from slimbayes.data.catalog import find
 from slimbayes.data.folders import ImageFolder, read_square
-from slimbayes.lab.configs.experiment import Evaluate, Experiment
+from slimbayes.lab.configs.experiment import Evaluate
 from slimbayes.lab.execution import Execution, generator, key
 from slimbayes.lab.runs.predictor import Predictor
 from slimbayes.lab.runs.scores import ood_scores
 from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.lab.tasks.intake import check_split
 from slimbayes.lab.tasks.task import Rows, Task, limited
-from slimbayes.metrics.functional import labelled
+from slimbayes.prediction.prediction import Prediction
 from slimbayes.report.record import Evaluation, Example
 
-_ENTROPY = 3  # column of what `row_facts` says of a row
+_ENTROPY = 3  # column of `_row_facts`
 UNFAMILIAR = ("inverted", "shuffled")  # test images that are none any more
 _PUBLISHED = ("cifar10", "cifar100", "imagenet")  # of which there is a set of this name with -c
 _CHUNK = 1000  # images that are corrupted together: their random numbers depend on it
 
 
 def evaluate(
-    predictor: Predictor, execution: Execution, watcher: Watcher | None = None
+    predictor: Predictor,
+    execution: Execution,
+    watcher: Watcher = Watcher(),  # noqa: B008 (it keeps nothing)
 ) -> tuple[list[Evaluation], list[Example]]:
     """All evaluations that a config asks for, and the rows it is most and least sure of."""
     task, chosen, workers = predictor.task, predictor.experiment.evaluate, execution.workers
     check_sets(chosen, task, execution)
     draws = predictor.asked_draws()
-    made, familiar = predictor.score(task.test, draws, task.name, "test", workers=workers)
+    noted: dict[int, list[Tensor]] = {}
+
+    def note(count: int, prediction: Prediction, y: Tensor) -> None:
+        if predictor.discrete:
+            noted.setdefault(count, []).append(_row_facts(prediction, y))
+
+    made = predictor.score(task.test, draws, task.name, "test", workers=workers, note=note)
+    familiar = {count: torch.cat(parts) for count, parts in noted.items()}
     if task.validation is not None:
         rows = task.in_own_units(task.validation)
-        made += predictor.score(rows, draws, task.name, "validation", workers=workers)[0]
-    for source, about, rows in corrupted_rows(predictor.experiment, task, execution, watcher or Watcher()):
-        made += predictor.score(rows.to(predictor.device), draws, source, "corruption", about, workers)[0]
+        made += predictor.score(rows, draws, task.name, "validation", workers=workers)
+    made += corruption_scores(predictor, draws, execution, watcher)
     for name in chosen.shift:
         shifted = limited(open_matching(name, task, execution), chosen.limit)
-        made += predictor.score(shifted.to(predictor.device), draws, name, "shift")[0]
+        made += predictor.score(shifted.to(predictor.device), draws, name, "shift")
     for name in chosen.ood:
         strange = open_unfamiliar(name, chosen.limit, task, execution).to(predictor.device)
         predictions = predictor.predictions(strange, f"ood {name}", draws)
@@ -59,7 +65,13 @@ def evaluate(
         for n in draws:
             scores = ood_scores(familiar[n][:, _ENTROPY], torch.cat([entropy[n] for entropy in entropies]))
             made.append(Evaluation(data=name, role="ood", draws=n, rows=len(strange), metrics=scores))
-    return made, _examples(task, familiar[draws[-1]], chosen.examples) if chosen.examples and familiar else []
+    return made, _examples(task, familiar[draws[-1]], chosen.examples) if familiar else []
+
+
+def _row_facts(prediction: Prediction, y: Tensor) -> Tensor:
+    """Target, predicted class, its probability, entropy and epistemic part of it, of each row: (N, 5)."""
+    p, target = prediction, y.argmax(-1) if y.is_floating_point() else y
+    return torch.stack([column.double() for column in (target, p.label, p.confidence, p.entropy, p.epistemic)], 1)
 
 
 # --- sets of rows beside the test rows ---
@@ -99,28 +111,35 @@ def _check_folders(chosen: Evaluate, task: Task, execution: Execution) -> None:
         )
 
 
-def corrupted_rows(
-    experiment: Experiment, task: Task, execution: Execution, watcher: Watcher
-) -> Iterator[tuple[str, dict[str, Any], Rows]]:
-    """Test images under each corruption and severity: the published ones where they are at hand, else made here."""
+def corruption_scores(
+    predictor: Predictor, draws: Sequence[int], execution: Execution, watcher: Watcher
+) -> list[Evaluation]:
+    """Evaluations of test images under each corruption and severity that a config asks for: of the published ones where
+    they are at hand, else of those made here.
+    """
+    experiment, _, task, _ = predictor
     chosen, said = experiment.evaluate, set()
+    made: list[Evaluation] = []
     pairs = [(name, severity) for name in chosen.corruption_names for severity in chosen.severities]
-    if not pairs:
-        return
-    watcher.begin("corruptions", len(pairs))
+    if pairs:
+        watcher.begin("corruptions", len(pairs))
     for done, (name, severity) in enumerate(pairs, 1):
         watcher.move(done)
-        about = {"corruption": name, "severity": severity}
+        rows: Rows
         if published := _published(task.name, name, severity, execution, experiment.data.image_size):
-            yield f"{task.name}-c", about, limited(published, chosen.limit)
-            continue
-        assert isinstance(task.test, Split)  # `check_sets` has seen that folders have them all
-        try:
-            yield task.name, about, _corrupt(limited(task.test, chosen.limit), name, severity, execution)
-        except (ValueError, FileNotFoundError) as error:
-            if name not in said:
-                watcher.say(f"{name} is left out: {error}")
-            said.add(name)
+            source, rows = f"{task.name}-c", limited(published, chosen.limit)
+        else:
+            assert isinstance(task.test, Split)  # `check_sets` has seen that folders have them all
+            try:
+                source, rows = task.name, _corrupt(limited(task.test, chosen.limit), name, severity, execution)
+            except (ValueError, FileNotFoundError) as error:
+                if name not in said:
+                    watcher.say(f"{name} is left out: {error}")
+                said.add(name)
+                continue
+        about = {"corruption": name, "severity": severity}
+        made += predictor.score(rows.to(predictor.device), draws, source, "corruption", about, execution.workers)
+    return made
 
 
 def _published(data: str, name: str, severity: int, execution: Execution, size: int) -> Rows | None:
@@ -202,49 +221,3 @@ def _picture(rows: Rows, index: int) -> str | None:
     out = io.BytesIO()
     Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(out, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
-
-
-# --- the ELBO and standard errors ---
-
-
-def scores_with_errors(predictor: Predictor, rows: Split, draws: int) -> dict[str, float]:
-    """Scores of a network under its run's own evaluation, with the ELBO per row at full KL weight.
-
-    With a number comes its standard error: `_sem` over test rows, which is what the k-tied paper prints (0.15 % for an
-    accuracy of 97.6 % of 10,000 rows), and `_sem_draws` over draws, which is what its captions say.
-    """
-    task = predictor.task
-    (made,), _ = predictor.score(rows, [draws], task.name, "validation")
-    with torch.no_grad():
-        kl = float(sb.kl(predictor.network)) / len(task.train)
-        by_draw, by_row = _log_likelihoods(predictor, rows, draws)
-    alone = -float(by_draw.mean())
-    numbers = {**made.metrics, "neg_elbo": alone + kl, "draw_nll": alone, "kl": kl}
-    errors = {"neg_elbo": by_draw.mean(0), **by_row}
-    numbers |= {f"{name}_sem": _standard_error(values) for name, values in errors.items() if name in numbers}
-    if len(by_draw) > 1:
-        numbers["neg_elbo_sem_draws"] = _standard_error(by_draw.mean(1))
-    if "brier" in numbers:  # TensorFlow Probability's Brier score
-        numbers |= {"brier_shifted": numbers["brier"] - 1, "brier_shifted_sem": numbers["brier_sem"]}
-    return numbers
-
-
-def _standard_error(values: Tensor) -> float:
-    return float(values.double().std() / math.sqrt(len(values)))
-
-
-def _log_likelihoods(predictor: Predictor, rows: Split, draws: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-likelihoods of rows in their own units under each draw, (S, N), and scores of each row, (N,), by name."""
-    by_draw: list[Tensor] = []
-    by_row: dict[str, list[Tensor]] = {}
-    for found, y in predictor.with_training_noise().predictions(rows, "elbo", [draws]):
-        p = found[draws]
-        logs = p.draw_log_prob(y)
-        by_draw.append(logs.flatten(2).sum(-1) if logs.dim() > 2 else logs)
-        if not predictor.task.real and y.dim() == 1:
-            probs, label = labelled(p, y)
-            off = probs - torch.nn.functional.one_hot(label, probs.shape[-1])
-            by_row.setdefault("brier", []).append(off.square().sum(-1))
-            by_row.setdefault("nll", []).append(-p.log_prob(y))
-            by_row.setdefault("accuracy", []).append((p.label == y).double())
-    return torch.cat(by_draw, 1), {name: torch.cat(parts) for name, parts in by_row.items()}

@@ -1,4 +1,4 @@
-"""From an experiment to the record of its run, and back from a run's directory to its network.
+"""From an experiment to the record of its run.
 
 A run is a function of its config: stop it anywhere, resume it, and it ends in the same weights.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import resource
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -27,14 +28,12 @@ from slimbayes.lab.configs.own import code_allowed
 from slimbayes.lab.execution import Execution, leave_together, seed_everything
 from slimbayes.lab.runs import folder as run_folder
 from slimbayes.lab.runs.evaluate import check_sets, evaluate
-from slimbayes.lab.runs.inputs import write_inputs
-from slimbayes.lab.runs.predictor import Predictor, likelihood_of, plain_network, with_noise
-from slimbayes.lab.runs.training import Diverged as Diverged
-from slimbayes.lab.runs.training import Stopped as Stopped
+from slimbayes.lab.runs.predictor import Predictor
+from slimbayes.lab.runs.trained import load_run, write_inputs
 from slimbayes.lab.runs.training import Training
 from slimbayes.lab.runs.watchers import Bars, Ranks, Watcher
 from slimbayes.lab.tasks.intake import data_digest, open_data
-from slimbayes.lab.tasks.task import Rows, open_task
+from slimbayes.lab.tasks.task import Rows
 from slimbayes.report.record import Diagnostics, ParameterCounts, Record, RecordError, RunCost, read, write
 
 _ROWS, _PICTURES = 128, 32  # that are looked at, and of folders, whose pictures are large
@@ -45,7 +44,7 @@ def fit(
     folder: Path,
     execution: Execution = Execution(),  # noqa: B008 (frozen)
     resume: bool = False,
-    watcher: Watcher | None = None,
+    watcher: Watcher = Watcher(),  # noqa: B008 (it keeps nothing)
     network: nn.Module | None = None,
     dataset: Dataset | None = None,
     judge: bool = True,
@@ -61,12 +60,12 @@ def fit(
     Returns: the run directory.
     """
     if (folder / "record.json").exists() and read(folder).config_hash == experiment.hash:
-        _check_finished(experiment, folder, execution, watcher or Watcher(), dataset)
+        _check_finished(experiment, folder, execution, watcher, dataset)
         return folder
     fabric = execution.fabric(experiment.train.precision)
     fabric.launch()
     first = fabric.global_rank == 0
-    watcher = watcher if watcher and first else Watcher()
+    watcher = watcher if first else Watcher()
     with ExitStack() as stack:
         stack.enter_context(code_allowed())  # whoever calls this has chosen the experiment
         if first:
@@ -74,7 +73,8 @@ def fit(
         plain = copy.deepcopy(network)
         with Ranks.of(fabric, folder, watcher) as ranks:
             training = Training(experiment, folder, execution, fabric, ranks, network, dataset)
-            task, begun = training.task, (folder / "data.json").exists() or any((folder / "checkpoints").glob("step-*"))
+            task = training.task
+            begun = (folder / "data.json").exists() or any((folder / "checkpoints").glob("step-*"))
             if begun and (note := run_folder.check_data_of(folder, task.name, task.sha256)):
                 watcher.say(note)  # nor does it go on with other data
             if first:
@@ -85,12 +85,12 @@ def fit(
             training.run(resume)
             leave_together(fabric)
         if first:
-            write_json(folder / "cost.json", training.cost())
+            write_json(folder / "cost.json", _measured(training))
             write_inputs(folder, task, training.predictor.likelihood)
         if judge and first:  # a network that was shared among processes is read back whole
             alone = fabric.world_size == 1
             predictor = training.predictor if alone else load_run(folder, execution, plain, dataset)
-            write_record(folder, predictor, execution, watcher)
+            write_record(folder, experiment, predictor, execution, watcher)
         if first:
             run_folder.seal(folder)
     return folder
@@ -109,28 +109,8 @@ def _check_finished(
         watcher.say(note)
 
 
-def load_run(
-    folder: Path, execution: Execution, network: nn.Module | None = None, dataset: Dataset | None = None
-) -> Predictor:
-    """A trained run's network on its device, and its task; `network` and `dataset` as they were given to `fit`.
-
-    Data other than those it was trained on are refused.
-    """
-    experiment = run_folder.stored_experiment(folder)
-    run_folder.check_seal(folder, ["data.json", "model/manifest.json"])
-    task = open_task(experiment.data, execution.data_dir, dataset).to(execution.device)
-    run_folder.check_data_of(folder, task.name, task.sha256)
-    facts = task.fills()
-    plain = with_noise(experiment, facts, network or plain_network(experiment, facts, task.name))
-    loaded = sb.load(plain, folder / "model").to(execution.device)
-    return Predictor(experiment, loaded, task, likelihood_of(experiment, task, loaded))
-
-
-def evaluate_run(
-    run: Path, overrides: Sequence[str] = (), accelerator: Any = "auto", data_dir: Path | None = None, workers: int = 4
-) -> Record:
+def evaluate_run(run: Path, overrides: Sequence[str], execution: Execution) -> Record:
     """Judge a trained run, with other choices for its evaluation if asked, and write its record anew."""
-    execution = Execution(accelerator=accelerator, data_dir=data_dir, workers=workers)
     predictor = load_run(run, execution)
     tree = predictor.experiment.resolved
     for override in overrides:
@@ -142,18 +122,18 @@ def evaluate_run(
     write_inputs(run, predictor.task, predictor.likelihood)
     stored, predictor = predictor.experiment, predictor._replace(experiment=validate(tree, str(run)))
     with Bars(predictor.experiment.name) as bars:
-        record = write_record(run, predictor, execution, bars, stored)
+        record = write_record(run, stored, predictor, execution, bars)
     run_folder.seal(run)
     return record
 
 
 def write_record(
-    folder: Path, predictor: Predictor, execution: Execution, watcher: Watcher, stored: Experiment | None = None
+    folder: Path, stored: Experiment, predictor: Predictor, execution: Execution, watcher: Watcher
 ) -> Record:
     """Evaluate a trained network as its experiment asks, and write the record of the run in a directory, whose own
-    experiment is `stored`, if that was read already.
+    experiment is `stored`.
     """
-    stored, start = stored or run_folder.stored_experiment(folder), time.perf_counter()
+    start = time.perf_counter()
     evaluations, examples = evaluate(predictor, execution, watcher)
     seconds = time.perf_counter() - start
     curve, counts = run_folder.read_curve(folder), sb.summary(predictor.network)
@@ -177,24 +157,30 @@ def write_record(
         environment=dict(run_folder.environment()),
         cost=_cost(folder / "cost.json", seconds),
         data_sha256=predictor.task.sha256,
-        diagnostics=_diagnostics(predictor, folder, curve, watcher),
+        diagnostics=_diagnostics(predictor, folder, watcher),
     )
     write(folder / "record.json", record)
     return record
 
 
-def _diagnostics(
-    predictor: Predictor, folder: Path, curve: Sequence[dict[str, float]], watcher: Watcher
-) -> Diagnostics | None:
+def _diagnostics(predictor: Predictor, folder: Path, watcher: Watcher) -> Diagnostics | None:
     """Diagnostics of a fit; whatever a network cannot do for them must not cost the record of its training."""
     try:
-        return diagnose_fit(predictor, folder, curve)
+        return check_fit(predictor, folder)
     except (ArithmeticError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         watcher.say(f"There are no diagnostics of this fit: {error}")
         return None
 
 
+def _measured(training: Training) -> dict[str, Any]:
+    """Seconds of training and of each epoch, and the peak memory in bytes: what cost.json holds."""
+    cuda, seconds = training.fabric.device.type == "cuda", training.seconds
+    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"train_seconds": sum(seconds), "epoch_seconds": seconds, "peak_memory": peak}
+
+
 def _cost(file: Path, evaluate_seconds: float) -> RunCost:
+    """The cost of a run, from its cost.json."""
     measured: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     epochs = sorted(measured.get("epoch_seconds", ()))
     return RunCost(
@@ -208,9 +194,9 @@ def _cost(file: Path, evaluate_seconds: float) -> RunCost:
 # --- diagnostics after every fit, from some rows of its own ---
 
 
-def diagnose_fit(predictor: Predictor, folder: Path, curve: Sequence[dict[str, float]]) -> Diagnostics:
+def check_fit(predictor: Predictor, folder: Path) -> Diagnostics:
     """Diagnostics of a trained network: KL, NLL and k-hat on training rows, label changes on test rows."""
-    task, experiment = predictor.task, predictor.experiment
+    task, experiment, curve = predictor.task, predictor.experiment, run_folder.read_curve(folder)
     seed_everything(experiment.seed, "diagnostics")
     (x, y), (unseen, _) = (_some(rows, predictor) for rows in (task.train, task.test))
     weight = curve[-1].get("kl_weight", 1.0) if curve else 1.0

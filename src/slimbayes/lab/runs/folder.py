@@ -29,10 +29,10 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from slimbayes.files import sweep, write_json, write_text
+from slimbayes.files import remove_drafts, write_json, write_text
 from slimbayes.lab.configs.experiment import Experiment
 from slimbayes.lab.configs.files import ConfigError, read_tree, validate
-from slimbayes.lab.configs.trees import dump
+from slimbayes.lab.configs.yaml_text import dump
 from slimbayes.report.record import note_unsealed
 from slimbayes.untrusted import parse_json, read_file
 
@@ -80,21 +80,26 @@ def _prepare(folder: Path, experiment: Experiment, resume: bool, lock: IO[str]) 
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         raise RunError(f"{folder} is in use by another process.") from error
-    file = folder / "config.yaml"
-    if file.exists() and stored_experiment(folder).hash != experiment.hash:
+    begun = (folder / "config.yaml").exists()
+    if begun and read_config(folder).hash != experiment.hash:
         raise RunError(f"{folder} holds a run of another config. Choose another directory with --out.")
-    if file.exists() and not resume and any((folder / "checkpoints").glob("step-*")):
+    if begun and not resume and any((folder / "checkpoints").glob("step-*")):
         raise RunError(
             f"{folder} holds an unfinished run. Continue it with --resume, or choose another directory with --out."
         )
     for place in (folder, folder / "checkpoints"):
-        sweep(place)
+        remove_drafts(place)
     unseal(folder)
-    write_text(file, dump(experiment.resolved))
+    write_config(folder, experiment)
     write_json(folder / "environment.json", environment())
 
 
-def stored_experiment(folder: Path) -> Experiment:
+def write_config(folder: Path, experiment: Experiment) -> None:
+    """Write an experiment, every default written out, into a run's directory."""
+    write_text(folder / "config.yaml", dump(experiment.resolved))
+
+
+def read_config(folder: Path) -> Experiment:
     """The experiment of a run's directory."""
     file = Path(folder) / "config.yaml"
     if not file.exists():

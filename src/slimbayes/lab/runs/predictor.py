@@ -5,7 +5,7 @@ Draws are functions of the run's seed and the set: equal weights, equal scores.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -149,11 +149,11 @@ class Predictor(NamedTuple):
         asked = self.experiment.evaluate.draws
         if not posteriors_of(self.network):
             return [1]
-        return [self._networks] if asked == "exact" else sorted(set(asked))
+        return [self._exact_draws] if asked == "exact" else sorted(set(asked))
 
     @property
-    def _networks(self) -> int:
-        """How many networks each member can be, where all are run; 0 where the config asks for draws."""
+    def _exact_draws(self) -> int:
+        """The number of draws that stands for "exact": how many networks each member can be. 0: draws are asked for."""
         if self.experiment.evaluate.draws != "exact":
             return 0
         return Networks(self.network, None, True, "auto", 0).predicted_members // sb.members(self.network)
@@ -186,7 +186,7 @@ class Predictor(NamedTuple):
             yield made, y
 
     def _predict(self, x: Tensor, draws: Sequence[int], seed: int, first: int) -> dict[int, Prediction]:
-        if list(draws) != [self._networks]:
+        if list(draws) != [self._exact_draws]:  # draws, among them the one of each epoch's scores
             return predict_prefixes(self.network, x, draws, self.likelihood, self.noise, seed, first, True)
         found = sb.predict(
             self.network, x, "exact", likelihood=self.likelihood, scale=self.noise, seed=seed, allow_nonfinite=True
@@ -220,30 +220,31 @@ class Predictor(NamedTuple):
         about: Mapping[str, Any] | None = None,
         workers: int = 0,
         brief: bool = False,
-    ) -> tuple[list[Evaluation], dict[int, Tensor]]:
-        """Evaluations of one set by number of draws, and what `row_facts` says of rows of classes, (N, 5).
+        note: Callable[[int, Prediction, Tensor], None] | None = None,
+    ) -> list[Evaluation]:
+        """Evaluations of one set, for each number of draws.
 
-        `brief` is for every epoch: likelihood and errors alone, and no notes.
+        `brief` is for every epoch: likelihood and errors alone. `note` is called with each batch: draws, prediction
+        and targets.
         """
         about = dict(about or {})
         scores = {n: curve_scores(self.discrete, self.device) if brief else self._scores() for n in draws}
-        notes: dict[int, list[Tensor]] = {count: [] for count in draws}
         name = " ".join([data, role, *map(str, about.values())])
         for found, y in self.predictions(rows, f"{data} {role} {about}", draws, workers, name):
             for count, prediction in found.items():
                 scores[count].update(prediction, y)
-                if self.discrete and not brief:
-                    notes[count].append(row_facts(prediction, y))
+                if note is not None:
+                    note(count, prediction, y)
         curves = role in ("test", "shift")
-        made = [Evaluation(data=data, role=role, draws=n, **about, **s.result(curves)) for n, s in scores.items()]
-        return made, {n: torch.cat(parts) for n, parts in notes.items() if parts}
+        return [Evaluation(data=data, role=role, draws=n, **about, **s.result(curves)) for n, s in scores.items()]
 
     def _scores(self) -> Scores:
         if not self.discrete:
             return regression_scores(self.device)
-        classes, chosen = max(2, len(self.task.classes)), self.experiment.evaluate
-        binary, members = self.likelihood == "bernoulli", 1 if self._networks > 1 else sb.members(self.network)
-        return class_scores(classes, chosen.bins, members, binary, self.device, chosen.drop)
+        chosen = self.experiment.evaluate
+        members = 1 if self._exact_draws > 1 else sb.members(self.network)
+        binary = self.likelihood == "bernoulli"
+        return class_scores(max(2, len(self.task.classes)), chosen.bins, members, binary, self.device, chosen.drop)
 
     def scores_after(self, epoch: int, workers: int = 0) -> dict[str, float]:
         """What a curve has of an epoch beside its losses, with one draw of each member: scores of validation rows, and
@@ -251,7 +252,7 @@ class Predictor(NamedTuple):
         train, scores = self.experiment.train, {} if self.task.validation is None else self._validation(workers)
         if train.snapshots is None or not train.snapshots.due(epoch, train.epochs):
             return scores
-        (made,), _ = self.score(self.task.test, [1], self.task.name, "test", workers=workers)
+        (made,) = self.score(self.task.test, [1], self.task.name, "test", workers=workers)
         scores |= {f"test_{name}": value for name, value in (made.metrics | made.diversity).items()}
         return scores | {f"member{k}_{name}": v for k, one in enumerate(made.members) for name, v in one.items()}
 
@@ -260,13 +261,7 @@ class Predictor(NamedTuple):
         assert self.task.validation is not None
         standardised = self.with_training_noise()._replace(task=replace(self.task, y_mean=None, y_std=None))
         rows, name = self.task.validation, self.task.name
-        (made,), _ = standardised.score(rows, [1], name, "validation", workers=workers, brief=True)
+        (made,) = standardised.score(rows, [1], name, "validation", workers=workers, brief=True)
         if not self.discrete:
             return {"validation_nll": -made.metrics["lpd"], "validation_rmse": made.metrics["rmse"]}
         return {f"validation_{name}": made.metrics[name] for name in ("nll", "accuracy")}
-
-
-def row_facts(prediction: Prediction, y: Tensor) -> Tensor:
-    """Target, predicted class, its probability, entropy and epistemic part of it, of each row: (N, 5)."""
-    p, target = prediction, y.argmax(-1) if y.is_floating_point() else y
-    return torch.stack([column.double() for column in (target, p.label, p.confidence, p.entropy, p.epistemic)], 1)

@@ -19,10 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from slimbayes.files import write_text
 from slimbayes.lab.configs.experiment import Experiment
-from slimbayes.lab.configs.trees import dump
-from slimbayes.lab.runs.folder import default_folder
+from slimbayes.lab.runs.folder import default_folder, write_config
 from slimbayes.report.record import RecordError, read
 
 COMMAND = (sys.executable, "-m", "slimbayes.lab.command")
@@ -83,7 +81,7 @@ def train(
                 return "skipped", ""
             if claim is None:
                 return "running", "another call is at work on it"
-            write_text(run.folder / "config.yaml", dump(run.experiment.resolved))
+            write_config(run.folder, run.experiment)
             _say(run, "running")
             for start in range(STARTS):
                 process = _process(run, words, os.environ | dict(environment or {}), claim)

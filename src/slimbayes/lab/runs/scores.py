@@ -5,8 +5,6 @@ Sizes: S draws, N rows, C classes.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,17 +13,18 @@ from torch import Tensor
 
 from slimbayes import metrics
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.report.record import Evaluation, Reliability, RiskCoverage
+from slimbayes.report.record import Reliability, RiskCoverage
 
 Metrics = dict[str, Any]  # by name; each has `update` and `compute`
 _POINTS = 50  # of a risk-coverage curve
 _COMPARED = 8  # draws of a single member that diversity compares
-_FEW = 5  # rows: bins of no more are outliers in calibration errors of papers (Chang et al. 2019, D.2)
 
 
 @dataclass
 class Scores:
     """Metrics of one set of rows, in groups that take different arguments. A group that is empty is not asked for.
+
+    They are of this process only: every process judges all rows.
 
     Attributes:
         whole: of the whole prediction; soft: of soft labels.
@@ -33,12 +32,19 @@ class Scores:
         uncertainty: means over rows.
     """
 
+    device: torch.device
     whole: Metrics
     soft: Metrics = field(default_factory=dict)
     diversity: Metrics = field(default_factory=dict)
     uncertainty: Metrics = field(default_factory=dict)
     members: list[Metrics] = field(default_factory=list)
     rows: int = 0
+
+    def __post_init__(self) -> None:
+        for group in (self.whole, self.soft, self.diversity, self.uncertainty, *self.members):
+            for metric in group.values():
+                metric.sync_on_compute = False
+                metric.to(self.device)
 
     def update(self, prediction: Prediction, target: Tensor) -> None:
         """Take a batch; soft labels (N, C) are scored by their most likely class, and by their own NLL."""
@@ -113,27 +119,22 @@ def class_scores(classes: int, bins: int, members: int, binary: bool, device: to
         {"accuracy": metrics.Accuracy(), "ece": metrics.ECE(bins), "nll": GivenMean()}
         for _ in range(members if members > 1 else 0)
     ]
-    return Scores(
-        whole=_alone(whole, device),
-        soft=_alone({"soft_nll": metrics.SoftLabelNLL()}, device),
-        diversity=_alone(diversity, device),
-        uncertainty=_alone({"entropy": GivenMean(), "epistemic": GivenMean()}, device),
-        members=[_alone(one, device) for one in alone],
-    )
+    soft, uncertainty = {"soft_nll": metrics.SoftLabelNLL()}, {"entropy": GivenMean(), "epistemic": GivenMean()}
+    return Scores(device, whole, soft, diversity, uncertainty, alone)
 
 
 def regression_scores(device: torch.device) -> Scores:
     """Scores of real targets: errors, log density, CRPS, and how often a 95 % interval holds the target."""
     whole = {"rmse": metrics.RMSE(), "lpd": metrics.LPD(), "crps": metrics.CRPS()}
-    return Scores(whole=_alone({**whole, "coverage95": metrics.IntervalCoverage(0.95)}, device))
+    return Scores(device, {**whole, "coverage95": metrics.IntervalCoverage(0.95)})
 
 
 def curve_scores(discrete: bool, device: torch.device) -> Scores:
     """What curves show of each epoch: a short epoch of a small network takes less time than all scores do."""
+    if not discrete:
+        return Scores(device, {"rmse": metrics.RMSE(), "lpd": metrics.LPD()})
     whole = {"accuracy": metrics.Accuracy(), "nll": metrics.NLL()}
-    real = {"rmse": metrics.RMSE(), "lpd": metrics.LPD()}
-    soft = _alone({"soft_nll": metrics.SoftLabelNLL()}, device) if discrete else {}
-    return Scores(whole=_alone(whole if discrete else real, device), soft=soft)
+    return Scores(device, whole, {"soft_nll": metrics.SoftLabelNLL()})
 
 
 def ood_scores(familiar: Tensor, unfamiliar: Tensor) -> dict[str, float]:
@@ -146,30 +147,9 @@ def ood_scores(familiar: Tensor, unfamiliar: Tensor) -> dict[str, float]:
     return _numbers(chosen)
 
 
-def _alone(group: Mapping[str, Any], device: torch.device) -> Metrics:
-    """Metrics of this process only: every process judges all rows."""
-    for metric in group.values():
-        metric.sync_on_compute = False
-    return {name: metric.to(device) for name, metric in group.items()}
-
-
 def _used(group: Metrics) -> Metrics:
     return {name: metric for name, metric in group.items() if metric.update_called}
 
 
 def _numbers(group: Metrics) -> dict[str, float]:
     return {name: float(metric.compute()) for name, metric in group.items()}
-
-
-def calibration_errors(evaluation: Evaluation) -> dict[str, float]:
-    """Calibration errors of an evaluation without its bins of few rows; shares are of all rows."""
-    curve = evaluation.reliability
-    if curve is None:
-        raise ValueError(
-            f"The evaluation on {evaluation.data} has no reliability curve to take calibration errors from."
-        )
-    gaps = [(n, abs(a - c)) for n, a, c in zip(curve.count, curve.accuracy, curve.confidence, strict=True) if n > _FEW]
-    return {
-        "ece": sum(n * gap for n, gap in gaps) / evaluation.rows,
-        "mce": max((gap for _, gap in gaps), default=math.nan),
-    }

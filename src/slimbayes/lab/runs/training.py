@@ -6,7 +6,6 @@ for epoch:   order = permutation(seed, epoch)
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from slimbayes.lab.runs.checkpoints import latest_checkpoint, restore, save_chec
 from slimbayes.lab.runs.folder import RunError, append_steps, forget_steps, tensorboard
 from slimbayes.lab.runs.predictor import Predictor, build_network, likelihood_of
 from slimbayes.lab.runs.step import Batch, Tracker, TrainingStep
+from slimbayes.lab.runs.trained import save_network
 from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.lab.tasks.task import open_task, pictures
 from slimbayes.train.elbo import silent_of_dwarfed, warn_of_dwarfed
@@ -197,8 +197,7 @@ class Training:
         elif self.execution.strategy != "fsdp":
             return  # of a network that every process has whole, one writes; of a sharded one all take part
         try:
-            sb.save(self.network, self.folder / "posterior")
-            sb.save(self.network, self.folder / "model", base=True)
+            save_network(self.folder, self.network)
         except OSError as error:
             raise RunError(
                 f"What was learned could not be saved in {self.folder}: {error}. Make room and run again with --resume."
@@ -208,9 +207,12 @@ class Training:
 
     def _between_steps(self, epoch_ends: bool = False) -> None:
         every = self.execution.checkpoint_every
-        due = self.step % every == 0 if every else epoch_ends and time.monotonic() - self.saved_at > MINUTE
-        if not every and epoch_ends and self.fabric.world_size > 1:
-            due = self.fabric.broadcast(due)  # clocks differ, and all processes save a sharded model together
+        if every:
+            due = self.step % every == 0
+        else:
+            due = epoch_ends and time.monotonic() - self.saved_at > MINUTE
+            if epoch_ends and self.fabric.world_size > 1:
+                due = self.fabric.broadcast(due)  # clocks differ, and all processes save a sharded model together
         stop = self._stop_asked()
         if due or stop:
             self._save()
@@ -292,9 +294,3 @@ class Training:
             f"The loss of step {step} is not finite. {self.stepper.explain(batch)} The last good checkpoint is kept in "
             f"{self.folder}; {_ADVICE}"
         )
-
-    def cost(self) -> dict[str, Any]:
-        """Seconds of training and of each epoch, and the peak memory in bytes."""
-        cuda = self.fabric.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"train_seconds": sum(self.seconds), "epoch_seconds": self.seconds, "peak_memory": peak}

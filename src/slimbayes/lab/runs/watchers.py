@@ -1,5 +1,5 @@
-"""Whoever looks on while a run works: nobody, a terminal with progress bars and scores, or the processes that train
-with it, which look after one another: who is lost or stopped is named, and the others leave.
+"""Whoever looks on while a run works: nobody, a terminal with progress bars, or the processes that train with it, which
+look after one another: who is lost or stopped is named, and the others leave.
 """
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from rich import progress
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from slimbayes.lab.execution import noting_signals
-from slimbayes.report.record import Record, read
 
 
 class Watcher:
@@ -38,7 +35,6 @@ class Watcher:
 
 # --- a terminal ---
 
-_SHOWN = ("accuracy", "nll", "ece", "rmse", "lpd", "crps", "auroc", "fpr95")
 _PAUSE = 0.1  # seconds between two looks: a step may take a millisecond
 
 
@@ -88,37 +84,6 @@ class Bars(Watcher):
         self.console.print(message, style="yellow", highlight=False, markup=False)
 
 
-def print_scores(folder: Path) -> None:
-    """Print a table of what a finished run's record says about its rows."""
-    record = read(folder)
-    rows = [e for e in record.evaluations if e.role in ("test", "shift", "ood")]
-    names = list(dict.fromkeys(n for e in rows for n in e.metrics if n in _SHOWN))
-    table = Table(title=Text(f"{record.name}: {record.method}"))
-    for column in ("rows", "draws", *names):
-        table.add_column(column, justify="right" if column != "rows" else "left")
-    for e in rows:
-        cells = [f"{e.metrics[n]:.4f}" if n in e.metrics else "" for n in names]
-        table.add_row(Text(f"{e.data} ({e.role})"), str(e.draws), *cells)
-    console = Console()
-    console.print(table)
-    print_diagnostics(record, console)
-    print(f"record: {folder / 'record.json'}")
-
-
-def print_diagnostics(record: Record, console: Console) -> None:
-    """Print what a record says about its posterior, and what to do about it."""
-    from slimbayes.diagnostics.check import lines
-
-    if record.diagnostics is None:
-        return
-    for line in lines(dict(record.diagnostics), any("rmse" in e.metrics for e in record.evaluations)):
-        console.print(line, highlight=False, markup=False)
-    if record.diagnostics.nonfinite_steps:
-        console.print(f"steps that were not finite: {record.diagnostics.nonfinite_steps}", highlight=False)
-    for warning in record.diagnostics.warnings:
-        console.print(f"! {warning}", style="yellow", highlight=False, markup=False)
-
-
 # --- the other processes ---
 #
 # A collective waits for every rank, so one that is gone would keep the others until the process group's patience ends.
@@ -128,11 +93,11 @@ def print_diagnostics(record: Record, console: Console) -> None:
 # restarts do the rest. Loading, compiling and long steps are no reason: threads write on meanwhile.
 
 TICK = 0.5  # seconds between two looks
-PATIENCE = {"gone": 2.0, "stopped": 5.0, "far": 60.0, "running": float("inf")}  # seconds of silence, by a rank's state
+SILENCE = {"gone": 2.0, "stopped": 5.0, "far": 60.0, "running": float("inf")}  # seconds to bear, by a rank's state
 HOST = socket.gethostname()
 
 
-class Line(NamedTuple):
+class Heartbeat(NamedTuple):
     """What a rank last wrote: a number that grows, the job's token, its process, and what it was doing."""
 
     beat: int
@@ -154,8 +119,8 @@ class Ranks(Watcher):
     def __init__(self, folder: Path, rank: int, world: int, job: str, watcher: Watcher) -> None:
         self.place, self.rank, self.watcher = folder / ".ranks", rank, watcher
         self.others = [other for other in range(world) if other != rank]
-        self.beat, self.own = 0, Line(0, job, os.getpid(), HOST, "start-up")
-        self.heard: dict[int, Line] = {}
+        self.beat, self.own = 0, Heartbeat(0, job, os.getpid(), HOST, "start-up")
+        self.heard: dict[int, Heartbeat] = {}
         self.silent = dict.fromkeys(self.others, 0.0)  # seconds: counted in looks, so that a pause of all is none
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
@@ -216,7 +181,7 @@ class Ranks(Watcher):
             if lost := self._missing():
                 self._end(*lost)
 
-    def _missing(self, gone: float = PATIENCE["gone"]) -> tuple[int, str] | None:
+    def _missing(self, gone: float = SILENCE["gone"]) -> tuple[int, str] | None:
         """Look once: the rank that has been missing for the longest time, if any, and its state."""
         found = {}
         for rank in self.others:
@@ -226,14 +191,14 @@ class Ranks(Watcher):
             self.silent[rank] = self.silent[rank] + TICK if self.heard.get(rank, line).beat == line.beat else 0.0
             self.heard[rank] = line
             state = _state(line)
-            if self.silent[rank] >= (PATIENCE | {"gone": gone})[state]:
+            if self.silent[rank] >= (SILENCE | {"gone": gone})[state]:
                 found[rank] = state
         rank = max(found, key=lambda other: self.silent[other], default=-1)
         return (rank, found[rank]) if found else None
 
-    def _read(self, rank: int) -> Line | None:
+    def _read(self, rank: int) -> Heartbeat | None:
         try:
-            line = Line(*json.loads((self.place / str(rank)).read_text()))
+            line = Heartbeat(*json.loads((self.place / str(rank)).read_text()))
         except OSError:
             return None  # not there yet, or no longer
         except (ValueError, TypeError):
@@ -258,7 +223,7 @@ class Ranks(Watcher):
         os._exit(1)
 
 
-def _state(line: Line) -> Literal["gone", "stopped", "far", "running"]:
+def _state(line: Heartbeat) -> Literal["gone", "stopped", "far", "running"]:
     """How a rank's process is; of other machines nothing is known, and only those that train must be heard."""
     if line.host != HOST:
         return "far" if line.doing.startswith("step") else "running"

@@ -1,7 +1,7 @@
-"""inputs.json: what a run's network takes, so that it predicts without the data it was trained on.
+"""A trained run in its directory: kept there, and read back with its data (`load_run`) or without (`read_predictor`).
 
-It holds shape, type and column names of a row, scaling, classes, vocabulary, units of real targets, likelihood, and the
-data's facts about the network.
+inputs.json says what the network takes, so that it predicts without the data it was trained on: shape, type and column
+names of a row, scaling, classes, vocabulary, units of real targets, likelihood, and the data's facts about the network.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import slimbayes as sb
-from slimbayes.data import Split
+from slimbayes.data import Dataset, Split
 from slimbayes.errors import brief
 from slimbayes.files import write_json
-from slimbayes.lab.runs.folder import RunError, check_seal, stored_experiment
-from slimbayes.lab.runs.predictor import Predictor, plain_network, with_noise
-from slimbayes.lab.tasks.task import Scaling, Task
+from slimbayes.lab.execution import Execution
+from slimbayes.lab.runs.folder import RunError, check_data_of, check_seal, read_config
+from slimbayes.lab.runs.predictor import Predictor, likelihood_of, plain_network, with_noise
+from slimbayes.lab.tasks.task import Scaling, Task, open_task
 from slimbayes.train.likelihoods import LikelihoodName
 from slimbayes.untrusted import parse_json, read_file
 
@@ -26,6 +27,32 @@ if TYPE_CHECKING:
     from slimbayes.lab.tasks.own_table import OwnColumns
 
 _TYPES = {str(t)[len("torch.") :]: t for t in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)}
+
+
+def save_network(folder: Path, network: nn.Module) -> None:
+    """Save what was learned: alone, and with the network's own weights."""
+    sb.save(network, folder / "posterior")
+    sb.save(network, folder / "model", base=True)
+
+
+def load_run(
+    folder: Path, execution: Execution, network: nn.Module | None = None, dataset: Dataset | None = None
+) -> Predictor:
+    """A trained run's network on its device, and its task; `network` and `dataset` as they were given to `fit`.
+
+    Data other than those it was trained on are refused.
+    """
+    experiment = read_config(folder)
+    check_seal(folder, ["data.json", "model/manifest.json"])
+    task = open_task(experiment.data, execution.data_dir, dataset).to(execution.device)
+    check_data_of(folder, task.name, task.sha256)
+    facts = task.fills()
+    plain = with_noise(experiment, facts, network or plain_network(experiment, facts, task.name))
+    loaded = sb.load(plain, folder / "model").to(execution.device)
+    return Predictor(experiment, loaded, task, likelihood_of(experiment, task, loaded))
+
+
+# --- without its data ---
 
 
 def write_inputs(folder: Path, task: Task, likelihood: LikelihoodName) -> None:
@@ -45,7 +72,7 @@ def write_inputs(folder: Path, task: Task, likelihood: LikelihoodName) -> None:
 
 def read_predictor(folder: Path, device: torch.device) -> Predictor:
     """A run's network, with a task that holds no rows but knows everything about them."""
-    experiment, file = stored_experiment(folder), Path(folder) / "inputs.json"
+    experiment, file = read_config(folder), Path(folder) / "inputs.json"
     check_seal(Path(folder), ["inputs.json", "model/manifest.json"])
     try:
         facts = parse_json(read_file(file))
