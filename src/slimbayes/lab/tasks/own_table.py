@@ -125,13 +125,9 @@ def say_as_config(error: Exception) -> str:
     return text.replace("missing='impute'", "data.missing: impute").replace("categorical_features", "data.categories")
 
 
-def scale_by_training_rows(task: Task, data: Dataset) -> Task:
-    """A task of one's own data, with real targets standardised and tables scaled, both by the training rows."""
-    if task.real:
-        task = _standardise_targets(task)
-    if not isinstance(data, OwnTable):
-        return task
-    assert data.own is not None and isinstance(task.train, Split)
+def scale_table(task: Task, data: Dataset) -> Task:
+    """A task of a table of one's own, scaled by the training rows."""
+    assert isinstance(data, OwnTable) and data.own is not None and isinstance(task.train, Split)
     table = replace(data.own.table)
     table.learn_scales(task.train.x.numpy())
 
@@ -146,17 +142,3 @@ def scale_by_training_rows(task: Task, data: Dataset) -> Task:
         scaling=replace(task.scaling, mean=None, std=None),
         own=replace(data.own, table=table),
     )
-
-
-def _standardise_targets(task: Task) -> Task:
-    assert isinstance(task.train, Split)
-    wide = task.train.y.double()
-    mean, std = wide.mean(0), wide.std(0, correction=0)
-    if bool((std == 0).any()):
-        raise ValueError(f"{task.name}: the target is {float(mean[std == 0][0]):g} in all training rows.")
-    mean, std = mean.to(task.train.y.dtype), std.to(task.train.y.dtype)
-
-    def scaled(rows: Any) -> Any:
-        return rows and Split(rows.x, ((rows.y - mean) / std).float())
-
-    return replace(task, train=scaled(task.train), validation=scaled(task.validation), y_mean=mean, y_std=std)

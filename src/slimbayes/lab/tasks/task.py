@@ -124,21 +124,21 @@ def open_task(chosen: Data, root: Path | str | None = None, dataset: Dataset | N
     """The task of a config's data; `dataset` stands in for the named one. Rows that cannot be used are refused."""
     data, splits = open_data(chosen, root, dataset)
     check_data(data, splits, chosen.allow_nonfinite or chosen.missing == "impute")
-    task = _table(data, chosen) if splits == ("all",) else _from_splits(data, splits, chosen)
-    if dataset is None and chosen.source is not None:
-        from slimbayes.lab.tasks.own_table import (
-            scale_by_training_rows,  # needs scikit-learn, which other sets do without
-        )
-
-        task = scale_by_training_rows(task, data)
+    task = _from_splits(data, splits, chosen)
     for name, rows in (("train", task.train), ("validation", task.validation), ("test", task.test)):
         if rows is not None and not len(rows):
             raise ValueError(f"{data.name}: no rows are left in the {name} split; it has too few.")
+    if task.real and dataset is None:
+        task = _standardise_targets(task)
+    if dataset is None and chosen.table:
+        from slimbayes.lab.tasks.own_table import scale_table  # needs scikit-learn, which other sets do without
+
+        task = scale_table(task, data)
     return replace(task, sha256=data_digest(data, splits))
 
 
 def _from_splits(data: Dataset, splits: Sequence[str], chosen: Data) -> Task:
-    train, test, *named = (data.splits[name] for name in splits)
+    train, test, *named = (data.splits[name] for name in splits) if len(splits) > 1 else _standard_split(data, chosen)
     train, test = limited(train, chosen.train_limit, chosen.seed), limited(test, chosen.test_limit, chosen.seed)
     kept, held = (train, named[0]) if named else _validation(train, chosen)
     if isinstance(kept, Split) and isinstance(test, Split):
@@ -182,33 +182,40 @@ def batches(rows: Rows, size: int, device: torch.device, workers: int = 0) -> It
         yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
 
-def _table(data: Dataset, chosen: Data) -> Task:
-    """A standard split of a UCI set, scaled by the training rows: inputs by the scaling, training targets here."""
-    rows = data.splits["all"]
-    assert isinstance(rows, Split)
+def _standard_split(data: Dataset, chosen: Data) -> Iterator[Rows]:
+    """Training and test rows of a UCI set."""
     check_index(data, chosen.split)
-    index, other = split_rows(len(rows), chosen.split)
-    kept, held = _validation(limited(Split(rows.x[index], rows.y[index]), chosen.train_limit, chosen.seed), chosen)
-    test = limited(Split(rows.x[other], rows.y[other]), chosen.test_limit, chosen.seed)
-    scaling = Scaling(*_moments(kept.x)) if chosen.scaling == "standard" else Scaling()
-    mean, std = _moments(kept.y)
-    kept, held = Split(kept.x, (kept.y - mean) / std), held and Split(held.x, (held.y - mean) / std)
-    return Task(chosen.name, kept, test, held, scaling, y_mean=mean, y_std=std, columns=data.columns)
+    rows = data.splits["all"]
+    return (rows.pick(index) for index in split_rows(len(rows), chosen.split))
 
 
-def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
+def _standardise_targets(task: Task) -> Task:
+    """The same with targets of training and validation scaled by the training rows'."""
+    assert isinstance(task.train, Split)
+    y = task.train.y
+    mean, std = _moments(y, y.dtype)
+    if bool((same := y.amax(0) == y.amin(0)).any()):
+        raise ValueError(f"{task.name}: the target is {float(mean[same][0]):g} in all training rows.")
+
+    def scaled(rows: Any) -> Any:
+        return rows and Split(rows.x, ((rows.y - mean) / std).float())
+
+    return replace(task, train=scaled(task.train), validation=scaled(task.validation), y_mean=mean, y_std=std)
+
+
+def _moments(values: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Mean and deviation of each column; one that does not vary is divided by one. A few columns at a time where there
     are millions of rows, and without numbers that are not finite, where these are allowed."""
     if values.numel() > _MANY and values.shape[1] > 1:
-        means, stds = zip(*(_moments(column) for column in values.split(1, dim=1)), strict=True)
+        means, stds = zip(*(_moments(column, dtype) for column in values.split(1, dim=1)), strict=True)
         return torch.cat(means), torch.cat(stds)
     wide = values.double()
     if not bool(wide.sum(0).isfinite().all()):  # no sum of float32 numbers leaves float64's range
         wide = wide.where(wide.isfinite(), torch.nan)
         mean = wide.nanmean(0)
         std = (wide - mean).square().nanmean(0).sqrt().nan_to_num(0)
-        return mean.nan_to_num(0).float(), std.float().clamp_min(1e-6)
-    return wide.mean(0).float(), wide.std(0, correction=0).where(wide.amax(0) > wide.amin(0), 1.0).float()
+        return mean.nan_to_num(0).to(dtype), std.to(dtype).clamp_min(1e-6)
+    return wide.mean(0).to(dtype), wide.std(0, correction=0).where(wide.amax(0) > wide.amin(0), 1.0).to(dtype)
 
 
 def _validation(rows: R, chosen: Data) -> tuple[R, R | None]:
