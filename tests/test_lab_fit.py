@@ -26,7 +26,8 @@ from slimbayes.lab.runs.predictor import build_network
 from slimbayes.lab.runs.step import TrainingStep
 from slimbayes.lab.runs.watchers import Bars, Watcher
 from slimbayes.lab.tasks.intake import digits
-from slimbayes.lab.tasks.task import limited, open_task
+from slimbayes.lab.tasks.rows import limited
+from slimbayes.lab.tasks.task import open_task
 from slimbayes.report import record
 
 pytestmark = pytest.mark.usefixtures("unchecked_fits")

@@ -22,7 +22,7 @@ from slimbayes.lab.configs.experiment import Data
 from slimbayes.lab.configs.files import ConfigError, merged, validate
 from slimbayes.lab.runs.fit import fit, load_run
 from slimbayes.lab.tasks.intake import data_digest, open_data
-from slimbayes.lab.tasks.own_table import OwnColumns
+from slimbayes.lab.tasks.own_table import TableReader
 from slimbayes.lab.tasks.task import open_task
 from slimbayes.sklearn.columns import Table
 from slimbayes.sklearn.network import default_method
@@ -231,8 +231,8 @@ def test_a_run_on_a_table_takes_tables(place: Path, tmp_path: Path) -> None:
 def test_runs_of_before_there_were_dates_are_read(place: Path) -> None:
     facts = json.loads((place / "run" / "inputs.json").read_text())["own"]
     rows = {"town": ["mid", "north"], "size": [50.0, 60.0]}
-    now = OwnColumns.from_facts(facts)
-    former = OwnColumns.from_facts({name: facts[name] for name in ("preparation", "passed", "header")})
+    now = TableReader.from_facts(facts)
+    former = TableReader.from_facts({name: facts[name] for name in ("preparation", "passed", "header")})
     assert former.kinds == now.kinds and torch.equal(former.rows(rows)[0], now.rows(rows)[0])
 
 

@@ -79,12 +79,19 @@ class Table:
         codes = [self._codes(k, _words(_column(X, j))[rows], found) for k, j in enumerate(self.categories)]
         read = np.stack([*columns, *codes], 1)
         if found and unseen is None:
-            warnings.warn(unseen_text(found, len(read)), SlimbayesWarning, stacklevel=2)
+            warnings.warn(self.unseen_text(found, len(read)), SlimbayesWarning, stacklevel=2)
         elif unseen is not None:
             unseen.update(found)
         if self.missing == "refuse":
             self._refuse(read)
         return read
+
+    @staticmethod
+    def unseen_text(unseen: Counter[str], rows: int) -> str:
+        """What to say of unknown categories by column."""
+        told = [f"{brief(name)} ({count:,} of {rows:,} rows)" for name, count in unseen.most_common(5)]
+        more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
+        return f"Categories that training did not see count as missing: in column {', '.join(told)}{more}."
 
     def _chosen(self, X: Any, frame: bool) -> Iterator[int]:
         """Positions of the columns that are categories."""
@@ -208,13 +215,6 @@ class Table:
             assert not isinstance(step, SimpleImputer) or step.statistics_.tolist() == facts["fill"]
             rows = step.transform(rows)
         return table
-
-
-def unseen_text(unseen: Counter[str], rows: int) -> str:
-    """What to say of unknown categories by column."""
-    told = [f"{brief(name)} ({count:,} of {rows:,} rows)" for name, count in unseen.most_common(5)]
-    more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
-    return f"Categories that training did not see count as missing: in column {', '.join(told)}{more}."
 
 
 def _column(X: Any, j: int) -> np.ndarray:

@@ -33,7 +33,7 @@ from slimbayes.files import replacing
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.runs.inputs import read_predictor
 from slimbayes.lab.runs.predictor import Predictor
-from slimbayes.lab.tasks.intake import check_names
+from slimbayes.lab.tasks.rows import check_names
 from slimbayes.lab.tasks.task import Task
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.likelihoods import LIKELIHOODS
@@ -69,8 +69,8 @@ def _rows(inputs: Path, predictor: Predictor) -> Iterator[Tensor]:
     data, task, first = predictor.experiment.data, predictor.task, 0
     blocks = (
         row_blocks(inputs, task.columns, data.allow_nonfinite, data.image_size if data.images else None)
-        if task.own is None
-        else task.own.blocks(inputs)
+        if task.reader is None
+        else task.reader.blocks(inputs)
     )
     for block in blocks:
         yield check_and_fit(block, task, str(inputs), first, data.allow_nonfinite)

@@ -19,7 +19,8 @@ from slimbayes.engine.passes import posteriors_of
 from slimbayes.lab.configs.experiment import Experiment
 from slimbayes.lab.execution import key, seed_everything
 from slimbayes.lab.runs.scores import Scores, class_scores, curve_scores, regression_scores
-from slimbayes.lab.tasks.task import Rows, Task, batches
+from slimbayes.lab.tasks.rows import Rows
+from slimbayes.lab.tasks.task import Task, batches
 from slimbayes.posteriors.base import Config
 from slimbayes.prediction.draws import Networks
 from slimbayes.prediction.predict import predict_prefixes
