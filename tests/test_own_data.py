@@ -24,7 +24,7 @@ from slimbayes.lab.runs.fit import fit, load_run
 from slimbayes.lab.tasks.intake import data_digest, open_data
 from slimbayes.lab.tasks.own_table import TableReader
 from slimbayes.lab.tasks.task import open_task
-from slimbayes.sklearn.columns import Table
+from slimbayes.sklearn.columns import Preparation
 from slimbayes.sklearn.network import default_method
 
 BASE: dict[str, Any] = {
@@ -154,9 +154,10 @@ def test_what_was_learnt_about_a_table_survives_json(scaling: Any, missing: Any)
         draw.integers(0, 3, 90)
     ]
     frame = {"p": x[:, 0], "q": x[:, 1], "w": words, "r": x[:, 2]}
-    table = Table(["w"], missing, scaling)
-    table.learn_scales(table.fit(frame))
-    again = Table.from_facts(json.loads(json.dumps(table.facts())))
+    table = Preparation(["w"], missing, scaling)
+    table.fit(frame)
+    table.learn_scales(table.read(frame))
+    again = Preparation.from_facts(json.loads(json.dumps(table.facts())))
     assert np.array_equal(again.prepare(again.read(frame)), table.prepare(table.read(frame)))
     if (scaling, missing) == ("standard", "refuse"):
         wanted = np.column_stack([(x - x.mean(0)) / x.std(0), [" abc".index(w) for w in words]])

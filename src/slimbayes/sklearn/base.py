@@ -34,7 +34,7 @@ from slimbayes.errors import SlimbayesWarning, brief, did_you_mean
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import sample
-from slimbayes.sklearn.columns import Missing, Scaling, Table, is_frame
+from slimbayes.sklearn.columns import Missing, Preparation, Scaling, is_frame
 from slimbayes.sklearn.network import TableRows, batch_size, default_method, join_equal_rows, log_likelihood
 from slimbayes.train.elbo import elbo
 from slimbayes.train.likelihoods import LikelihoodName
@@ -63,7 +63,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     draws: Any = 4
     device: Any = "cpu"
     random_state: Any = None
-    table_: Table = field(init=False)
+    table_: Preparation = field(init=False)
     network_: nn.Module = field(init=False)
     seed_: int = field(init=False)
 
@@ -223,7 +223,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def _read(self, X: Any, reset: bool, rows: Any = slice(None)) -> np.ndarray:
         """Rows of X as numbers and codes, after scikit-learn's checks of its shape and names."""
         auto = isinstance(self.categorical_features, str) and self.categorical_features == "auto"
-        none = auto and not is_frame(X) if reset else not self.table_.categories
+        none = auto and not is_frame(X) if reset else not self.table_.words
         if none:
             X = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan")
         else:
@@ -231,10 +231,10 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             if len(X.shape) != 2 or not all(X.shape):
                 raise ValueError(f"X must be a table with rows and columns, got an array of shape {X.shape}.")
             validate_data(self, X, reset=reset, skip_check_array=True)
-        if not reset:
-            return self.table_.read(X, rows)
-        self.table_ = Table(self.categorical_features, self.missing, self.scaling)
-        return self.table_.fit(X, rows)
+        if reset:
+            self.table_ = Preparation(self.categorical_features, self.missing, self.scaling)
+            self.table_.fit(X, rows)
+        return self.table_.read(X, rows)
 
     def _weights(self, X: Any, y: Any, sample_weight: Any) -> tuple[np.ndarray, np.ndarray]:
         """Weights of all rows, and which rows count: one that weighs nothing is as good as absent."""

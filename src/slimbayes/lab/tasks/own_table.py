@@ -2,7 +2,7 @@
 
 file --look--> what columns hold --feature_kind--> kinds                   once, in training (`read_table`)
 file --frames--> columns --with_dates--> columns of numbers and words      words of a request: `frame_of`
-     --Table.read--> numbers and codes --Table.prepare--> filled in and scaled, as the network takes them
+     --Preparation.read--> numbers and codes --Preparation.prepare--> filled in and scaled: the network's
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from slimbayes.lab.configs.own import feature_kind, target_is_class
 from slimbayes.lab.tasks.rows import check_names, hold_out
 
 if TYPE_CHECKING:  # where it is needed it is imported with scikit-learn, which other data do without
-    from slimbayes.sklearn.columns import Table
+    from slimbayes.sklearn.columns import Preparation
 
 
 @dataclass(frozen=True)
 class TableReader:
     """How rows of a table become the network's: what a run keeps of its training data."""
 
-    table: Table  # codes and scales
+    preparation: Preparation  # codes and scales
     ignored: tuple[str, ...]  # columns that a table may have, the target among them, and that are not looked at
     kinds: Mapping[str, Kind]  # of the columns that are read
     header: bool  # whether a file's first line has names
@@ -42,12 +42,12 @@ class TableReader:
 
     def fills(self) -> dict[str, Any]:
         """Arguments of networks that a table decides. Codes of categories are no inputs of a plain network."""
-        sizes, width = self.table.sizes, self.table.width
+        sizes, width = self.preparation.sizes, self.preparation.width
         return {"numbers": width, "sizes": list(sizes)} | ({} if sizes else {"inputs": width})
 
     def facts(self) -> dict[str, Any]:
         """All of it, as JSON holds it."""
-        facts = {"preparation": self.table.facts(), "passed": list(self.ignored), "header": self.header}
+        facts = {"preparation": self.preparation.facts(), "passed": list(self.ignored), "header": self.header}
         return facts | {"kinds": [list(pair) for pair in self.kinds.items()], "decimal": self.decimal}
 
     @classmethod
@@ -55,13 +55,12 @@ class TableReader:
         """What `facts` wrote down, None where there was no table; runs of before there were dates have no kinds."""
         if facts is None:
             return None
-        from slimbayes.sklearn.columns import Table
+        from slimbayes.sklearn.columns import Preparation
 
-        table = Table.from_facts(facts["preparation"])
-        words = {table.names[j] for j in table.categories}
-        kinds: dict[str, Kind] = {name: "word" if name in words else "number" for name in table.names}
+        learnt = Preparation.from_facts(facts["preparation"])
+        kinds: dict[str, Kind] = {name: "word" if name in learnt.words else "number" for name in learnt.names}
         kinds = dict(facts["kinds"]) if "kinds" in facts else kinds
-        return cls(table, tuple(facts["passed"]), kinds, bool(facts["header"]), facts.get("decimal", "point"))
+        return cls(learnt, tuple(facts["passed"]), kinds, bool(facts["header"]), facts.get("decimal", "point"))
 
     def rows(self, values: Mapping[str, Sequence[Any]]) -> tuple[Tensor, tuple[str, ...]]:
         """Rows of values by column's name as the network takes them, and what is to be said of them, or a ValueError
@@ -69,7 +68,7 @@ class TableReader:
         check_names("rows", list(values), list(self.kinds), self.ignored)
         unseen: Counter[str] = Counter()
         made = self._prepared(frame_of(values, self.kinds), unseen)
-        return made, (self.table.unseen_text(unseen, len(made)),) if unseen else ()
+        return made, (self.preparation.unseen_text(unseen, len(made)),) if unseen else ()
 
     def blocks(self, file: Path) -> Iterator[Tensor]:
         """Rows of a file as the network takes them, float32 (n, w + c), some at a time; a warning at the end tells of
@@ -87,16 +86,16 @@ class TableReader:
             yield self._prepared({n: frame[here[n]] for n in here}, unseen, f"{file}, rows {first} to {last}: ")
             first = last + 1
         if unseen:
-            warnings.warn(f"{file}: {self.table.unseen_text(unseen, first)}", SlimbayesWarning, stacklevel=2)
+            warnings.warn(f"{file}: {self.preparation.unseen_text(unseen, first)}", SlimbayesWarning, stacklevel=2)
 
     def _prepared(self, frame: Frame, unseen: Counter[str], place: str = "") -> Tensor:
         """Columns as they were read, as the network takes them. Unknown categories that count as missing are added to
         `unseen`."""
         try:
-            read = self.table.read(with_dates(frame, self.kinds, self.table.names), unseen=unseen)
+            read = self.preparation.read(with_dates(frame, self.kinds, self.preparation.names), unseen=unseen)
         except ValueError as error:
             raise ValueError(f"{place}{say_as_config(error)}") from error
-        return torch.from_numpy(self.table.prepare(read))
+        return torch.from_numpy(self.preparation.prepare(read))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +106,7 @@ class OwnTable(Dataset):
 
     @property
     def named(self) -> tuple[object, ...]:
-        return *super().named, tuple(map(tuple, self.reader.table.words))
+        return *super().named, tuple(map(tuple, self.reader.preparation.words.values()))
 
 
 def with_dates(frame: Frame, kinds: Mapping[str, Kind], wanted: Sequence[str] | None = None) -> Frame:
@@ -125,7 +124,7 @@ def with_dates(frame: Frame, kinds: Mapping[str, Kind], wanted: Sequence[str] | 
 
 
 def say_as_config(error: Exception) -> str:
-    """What `Table` says, with options called as in a config."""
+    """What `Preparation` says, with options called as in a config."""
     text = str(error).removeprefix("Input X contains NaN: ")
     return text.replace("missing='impute'", "data.missing: impute").replace("categorical_features", "data.categories")
 
@@ -152,22 +151,21 @@ def read_table(path: Path, chosen: Data) -> OwnTable:
     blocks = list(frames(path, kinds | {chosen.target: target}, found.header, found.decimal))
     whole = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
     scaling = chosen.scaling if chosen.scaling in ("quantile", "standard") else "none"
-    from slimbayes.sklearn.columns import Table
+    from slimbayes.sklearn.columns import Preparation
 
-    table = Table([name for name, kind in kinds.items() if kind == "word"], chosen.missing, scaling)
+    preparation = Preparation([name for name, kind in kinds.items() if kind == "word"], chosen.missing, scaling)
     y, classes = _targets(whole[chosen.target], discrete)
     train, test = hold_out(Split(torch.arange(len(y)), y), "test", chosen.test, chosen)
     try:
-        every, kept = with_dates(whole, kinds), train.x.numpy()
-        table.fit(every)  # refuses gaps of all rows
-        table.fit(every, kept)  # categories of test rows alone stay unseen
-        read = torch.from_numpy(table.read(every))
+        every = with_dates(whole, kinds)
+        preparation.fit(every, train.x.numpy())  # categories of test rows alone stay unseen
+        read = torch.from_numpy(preparation.read(every))
     except ValueError as error:
         raise ValueError(f"{path}: {say_as_config(error)}") from error
     splits = {"train": Split(read[train.x], train.y), "test": Split(read[test.x], test.y)}
     ignored = tuple(name for name in found.columns if name in left_out)
-    columns = tuple(table.names[j] for j in [*table.numbers, *table.categories])
-    reader = TableReader(table, ignored, kinds, found.header, found.decimal)
+    columns = (*preparation.numbers, *preparation.words)
+    reader = TableReader(preparation, ignored, kinds, found.header, found.decimal)
     return OwnTable(chosen.name, splits, classes, columns=columns, reader=reader)
 
 

@@ -184,10 +184,10 @@ def _standardise_targets(task: Task) -> Task:
 def _scale_table(task: Task, reader: TableReader) -> Task:
     """The same with rows of a table as its reader prepares them, by scales of the training rows."""
     assert isinstance(task.train, Split)
-    reader.table.learn_scales(task.train.x.numpy())
+    reader.preparation.learn_scales(task.train.x.numpy())
 
     def prepared(rows: Any) -> Any:
-        return rows and Split(torch.from_numpy(reader.table.prepare(rows.x.numpy())), rows.y)
+        return rows and Split(torch.from_numpy(reader.preparation.prepare(rows.x.numpy())), rows.y)
 
     rows = {name: prepared(getattr(task, name)) for name in ("train", "test", "validation")}
     return replace(task, **rows, scaling=Scaling(), reader=reader)
