@@ -21,6 +21,7 @@ from typing import IO
 import torch.nn.functional as F
 from torch import Tensor
 
+from slimbayes.data.cells import number_in
 from slimbayes.data.dataset import Dataset, Found, Split
 from slimbayes.data.events import Buckets, Events, bag
 from slimbayes.data.table_files import LINE
@@ -155,11 +156,8 @@ def number_of(cell: str) -> float:
     """A number that float32 can hold; nan for an empty cell."""
     if not cell:
         return math.nan
-    try:
-        value = float(cell)
-    except ValueError:
-        value = math.nan
-    if not abs(value) < 1e38 or "_" in cell:  # Python reads 1_000, the tables' authors don't write it
+    value = number_in(cell)
+    if value is None or not abs(value) < 1e38:
         raise ValueError(f"{cell!r} is not a finite number.")
     return value
 
