@@ -154,8 +154,8 @@ def test_what_was_learnt_about_a_table_survives_json(scaling: Any, missing: Any)
         draw.integers(0, 3, 90)
     ]
     frame = {"p": x[:, 0], "q": x[:, 1], "w": words, "r": x[:, 2]}
-    table = Preparation(["w"], missing, scaling)
-    table.fit(frame)
+    table = Preparation(missing, scaling)
+    table.fit(frame, ["w"])
     table.learn_scales(table.read(frame))
     again = Preparation.from_facts(json.loads(json.dumps(table.facts())))
     assert np.array_equal(again.prepare(again.read(frame)), table.prepare(table.read(frame)))
@@ -620,7 +620,7 @@ def test_init_writes_a_config_that_trains(tmp_path: Path, monkeypatch: pytest.Mo
     chosen = validate(yaml.safe_load(text))
     assert chosen.data.drop == ("id", "day", "owner") and chosen.data.missing == "impute"
     assert chosen.data.task == "regression" and chosen.noise == "learned" and chosen.data.target == "price"
-    assert chosen.method.build() == default_method(own=True)
+    assert chosen.method.build() == default_method(ours=True)
     assert call("init", "houses.csv").exit_code == 2  # there already
     assert call("init", "nothing.csv").exit_code == 3
     assert call("init", "houses.csv", "-o", "b.yaml", "--target", "prize").exit_code == 2
@@ -645,7 +645,7 @@ def test_init_takes_the_method_of_the_estimators() -> None:
     from slimbayes.posteriors import config_from_dict
     from slimbayes.sklearn.network import default_method
 
-    estimators: Any = default_method(own=True)
+    estimators: Any = default_method(ours=True)
     assert config_from_dict(yaml.safe_load(_FACTORS)) == estimators["dense.*"]
 
 

@@ -136,7 +136,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def _end(self) -> Self:
         # In double precision a row's prediction does not depend on how many others it is asked with. Modules of
         # others may hold single precision somewhere inside.
-        if self._own and torch.device(self.device).type == "cpu":
+        if self._ours and torch.device(self.device).type == "cpu":
             self.network_.double()
         self.network_.eval()
         return self
@@ -145,7 +145,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """What trains the network, which is made if a new one is asked for."""
         if new:
             network, part = self._network(self.table_.width, self.table_.sizes)
-            bayesianize(part, default_method(self._own) if self.method is None else self.method)
+            bayesianize(part, default_method(self._ours) if self.method is None else self.method)
             self.network_ = network.to(self.device)
         return torch.optim.AdamW(
             param_groups(self.network_, self.weight_decay), lr=self.lr, weight_decay=0.0, fused=True
@@ -215,7 +215,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         return known.at(kept), known.at(held)
 
     @property
-    def _own(self) -> bool:
+    def _ours(self) -> bool:
+        """Whether the network is one of ours, not the user's."""
         return self.module is None or isinstance(self.module, tuple | list)
 
     # --- rows ---
@@ -232,8 +233,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
                 raise ValueError(f"X must be a table with rows and columns, got an array of shape {X.shape}.")
             validate_data(self, X, reset=reset, skip_check_array=True)
         if reset:
-            self.table_ = Preparation(self.categorical_features, self.missing, self.scaling)
-            self.table_.fit(X, rows)
+            self.table_ = Preparation(self.missing, self.scaling)
+            self.table_.fit(X, self.categorical_features, rows)
         return self.table_.read(X, rows)
 
     def _weights(self, X: Any, y: Any, sample_weight: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -37,15 +37,12 @@ class Preparation:
     array without names may follow a DataFrame.
 
     Args:
-        wanted: which columns are categories: "auto" takes those of a DataFrame that hold texts, booleans or categories;
-            or names or positions.
         missing: "refuse" raises on missing values and unknown categories; "impute" fills numbers with their median,
             beside a column that says where, and gives categories one more value, which unknown ones are too: a
             warning tells how many.
         scaling: of numbers, as `scaler` says.
     """
 
-    wanted: Any
     missing: Missing
     scaling: Scaling = "none"
     names: list[str] = field(default_factory=list)
@@ -62,14 +59,19 @@ class Preparation:
         """How many codes each column of categories has."""
         return tuple(len(words) + 1 for words in self.words.values())
 
-    def fit(self, X: Any, rows: Any = slice(None)) -> None:
-        """Learn names and categories from some rows of a table, by default all."""
+    def fit(self, X: Any, wanted: Any = "auto", rows: Any = slice(None)) -> None:
+        """Learn names and categories from some rows of a table, by default all.
+
+        Args:
+            wanted: the columns that are categories, by name or position; "auto" takes those of a DataFrame that hold
+                texts, booleans or categories.
+        """
         named = is_frame(X) or isinstance(X, Mapping)
         self.names = [str(name) for name in getattr(X, "columns", X)] if named else list(map(str, range(X.shape[1])))
         if len(set(self.names)) < len(self.names):
             raise ValueError("X has two columns of one name: give each a name of its own.")
         columns = dict(zip(self.names, _columns(X)))
-        chosen = set(self._chosen(columns, named))
+        chosen = set(self._chosen(columns, wanted, named))
         self.words = {name: _known(name, _words(columns[name])[rows]) for name in self.names if name in chosen}
 
     def read(self, X: Any, rows: Any = slice(None), unseen: Counter[str] | None = None) -> np.ndarray:
@@ -97,12 +99,12 @@ class Preparation:
         more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
         return f"Categories that training did not see count as missing: in column {', '.join(told)}{more}."
 
-    def _chosen(self, columns: Mapping[str, Any], named: bool) -> Iterator[str]:
+    def _chosen(self, columns: Mapping[str, Any], wanted: Any, named: bool) -> Iterator[str]:
         """The columns that are categories."""
-        if isinstance(self.wanted, str) and self.wanted == "auto":
+        if isinstance(wanted, str) and wanted == "auto":
             yield from [name for name, column in columns.items() if named and _holds_words(name, column)]
             return
-        for one in self.wanted if isinstance(self.wanted, Sequence | np.ndarray) else [self.wanted]:
+        for one in wanted if isinstance(wanted, Sequence | np.ndarray) else [wanted]:
             if isinstance(one, str) and named and one in columns:
                 yield one
             elif isinstance(one, int | np.integer) and not isinstance(one, bool) and 0 <= one < len(columns):
@@ -173,7 +175,7 @@ class Preparation:
         """What `facts` wrote down. The steps are fitted to rows that give them their shapes, then get their numbers."""
         names = list(facts["names"])
         words = {names[j]: list(known) for j, known in zip(facts["categories"], facts["words"], strict=True)}
-        made = cls(facts["categories"], facts["missing"], facts["scaling"], names, words)
+        made = cls(facts["missing"], facts["scaling"], names, words)
         if not made.numbers:
             return made
         quantiles = np.array(facts.get("quantiles", [[]]), dtype=np.float64)

@@ -184,14 +184,14 @@ def join_equal_rows(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> TableRo
     return TableRows(x[first], y[first], np.bincount(same.ravel(), weight))
 
 
-def default_method(own: bool) -> Rank1 | dict[str, Config]:
-    """Rank-1 factors with wide starts and prior, and in our own networks a head of its own for each member.
+def default_method(ours: bool) -> Rank1 | dict[str, Config]:
+    """Rank-1 factors with wide starts and prior, and in networks of ours a head of its own for each member.
 
     Chosen by held-out likelihood on four small sets (benchmarks/tables.py --choose).
     """
     start, prior = Normal(1.0, 0.5), Normal(1.0, 0.3)
     factors = Rank1(members=8, mean_init=start, prior=prior, scale_init=dropout_scale(0.05))
-    return {"dense.*": factors, "head": Ensemble(members=8)} if own else factors
+    return {"dense.*": factors, "head": Ensemble(members=8)} if ours else factors
 
 
 def batch_size(rows: int) -> int:

@@ -150,7 +150,7 @@ def _unusable(found: TableFile, column: Column) -> str:
         return "it numbers the rows"
     first = column.odd[1]
     try:
-        feature_kind(found, column)
+        feature_kind(column, found.file)
         return ""
     except ValueError:
         if column.kind != "date" and column.dressed:

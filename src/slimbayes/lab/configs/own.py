@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from slimbayes.data.cells import Kind
-from slimbayes.data.table_files import MOST_VALUES, Column, TableFile
+from slimbayes.data.cells import Decimal, Kind
+from slimbayes.data.table_files import MOST_VALUES, Column
 from slimbayes.errors import brief, did_you_mean
 from slimbayes.lab.configs.choices import Options
 
@@ -74,7 +74,7 @@ class OwnFiles(Options):
     categories: tuple[ColumnName, ...] = ()
     drop: tuple[ColumnName, ...] = ()
     missing: Literal["refuse", "impute"] = "refuse"
-    decimal: Literal["point", "comma"] = "point"
+    decimal: Decimal = "point"
     dates: Literal["refuse", "encode"] = "refuse"
     test: Annotated[float, Field(gt=0, lt=1)] = 0.2
 
@@ -109,9 +109,9 @@ class OwnFiles(Options):
 FEW = 20  # whole numbers that may be classes, or may be counts
 
 
-def feature_kind(found: TableFile, column: Column, categories: Sequence[str] = (), dates: bool = False) -> Kind:
+def feature_kind(column: Column, path: pathlib.Path, categories: Sequence[str] = (), dates: bool = False) -> Kind:
     """Whether a column is numbers, categories or, where they are taken, dates; what is neither is refused."""
-    place = f"{found.file}, column {brief(column.name)}"
+    place = f"{path}, column {brief(column.name)}"
     if column.name in categories:
         return "word"
     if column.kind == "date" and not dates:

@@ -95,7 +95,7 @@ class ExportedModel(Served):
             (name,) = about["inputs"]
             self.row, outputs = tuple(map(int, about["inputs"][name][1:])), tuple(about["outputs"])
             self.reader = TableReader.from_facts(about.get("own"))
-        except (KeyError, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
             raise RunError(f"{file} was not written by sb.export, or takes several inputs.") from error
         if outputs != SUMMARIES:
             raise RunError(f"{file} gives draws, no predictions: export it with likelihood=.")

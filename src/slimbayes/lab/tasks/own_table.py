@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slimbayes.data import Dataset, Split
 from slimbayes.data.cells import Decimal, Kind, date_columns, number_in
-from slimbayes.data.table_files import TABLES, Frame, column_names, frame_of, frames, look
+from slimbayes.data.table_files import TABLES, Frame, TableFile, column_names, frame_of, frames, look
 from slimbayes.errors import SlimbayesWarning, brief, did_you_mean
 from slimbayes.lab.configs.experiment import Data
 from slimbayes.lab.configs.own import feature_kind, target_is_class
@@ -131,42 +131,42 @@ def say_as_config(error: Exception) -> str:
 
 def read_table(path: Path, chosen: Data) -> OwnTable:
     """The table of a config, with codes of the categories that its training rows have."""
+    from slimbayes.sklearn.columns import Preparation
+
     found = look(path, chosen.header, chosen.decimal)
-    names = {"target": [chosen.target], "categories": chosen.categories, "drop": chosen.drop}
-    for option, wanted in names.items():
-        for name in wanted:
-            if name not in found.columns:
-                raise ValueError(
-                    f"data.{option}: {path} has no column {brief(name)}{did_you_mean(str(name), found.columns)}"
-                )
+    _check_names_of(chosen, found)
     assert chosen.target is not None
-    left_out = {chosen.target, *chosen.drop}
-    encode = chosen.dates == "encode"
+    left_out, dates = {chosen.target, *chosen.drop}, chosen.dates == "encode"
     used = [column for name, column in found.columns.items() if name not in left_out]
-    kinds = {column.name: feature_kind(found, column, chosen.categories, encode) for column in used}
+    kinds = {column.name: feature_kind(column, path, chosen.categories, dates) for column in used}
     if not kinds:
         raise ValueError(f"{path} has no column beside the target and those that are dropped.")
     discrete = target_is_class(found.columns[chosen.target], path, chosen.task)
     target: Kind = "word" if discrete else "number"
     blocks = list(frames(path, kinds | {chosen.target: target}, found.header, found.decimal))
     whole = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
-    scaling = chosen.scaling if chosen.scaling in ("quantile", "standard") else "none"
-    from slimbayes.sklearn.columns import Preparation
-
-    preparation = Preparation([name for name, kind in kinds.items() if kind == "word"], chosen.missing, scaling)
     y, classes = _targets(whole[chosen.target], discrete)
     train, test = hold_out(Split(torch.arange(len(y)), y), "test", chosen.test, chosen)
+    preparation = Preparation(chosen.missing, chosen.scaling if chosen.scaling in ("quantile", "standard") else "none")
     try:
-        every = with_dates(whole, kinds)
-        preparation.fit(every, train.x.numpy())  # categories of test rows alone stay unseen
+        every, words = with_dates(whole, kinds), [name for name, kind in kinds.items() if kind == "word"]
+        preparation.fit(every, words, train.x.numpy())  # categories of test rows alone stay unseen
         read = torch.from_numpy(preparation.read(every))
     except ValueError as error:
         raise ValueError(f"{path}: {say_as_config(error)}") from error
     splits = {"train": Split(read[train.x], train.y), "test": Split(read[test.x], test.y)}
     ignored = tuple(name for name in found.columns if name in left_out)
-    columns = (*preparation.numbers, *preparation.words)
     reader = TableReader(preparation, ignored, kinds, found.header, found.decimal)
-    return OwnTable(chosen.name, splits, classes, columns=columns, reader=reader)
+    return OwnTable(chosen.name, splits, classes, columns=(*preparation.numbers, *preparation.words), reader=reader)
+
+
+def _check_names_of(chosen: Data, found: TableFile) -> None:
+    """Refuse options that name columns which a table does not have."""
+    for option, wanted in {"target": [chosen.target], "categories": chosen.categories, "drop": chosen.drop}.items():
+        for name in wanted:
+            if name not in found.columns:
+                hint = did_you_mean(str(name), found.columns)
+                raise ValueError(f"data.{option}: {found.file} has no column {brief(name)}{hint}")
 
 
 def _targets(values: np.ndarray, discrete: bool) -> tuple[Tensor, tuple[str, ...]]:

@@ -130,11 +130,11 @@ def _column(index: Sequence[int], columns: Sequence[str]) -> str:
     return f", at {tuple(index)}"
 
 
-def check_names(place: str, names: Sequence[str], needed: Sequence[str], passed: Sequence[str] = ()) -> None:
+def check_names(place: str, names: Sequence[str], needed: Sequence[str], ignored: Sequence[str] = ()) -> None:
     """Refuse columns unless all that are needed are there, once, and no others but those that may be passed over."""
     faults = {
         "missing": [name for name in needed if name not in names],
-        "not known to the run": [name for name in names if name not in needed and name not in passed],
+        "not known to the run": [name for name in names if name not in needed and name not in ignored],
         "there twice": sorted({name for name in names if names.count(name) > 1}),
     }
     if message := "; ".join(f"{what}: {', '.join(map(brief, found[:10]))}" for what, found in faults.items() if found):
