@@ -98,10 +98,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         kept, held = self._split(known)
         self.__dict__.pop("optimizer_", None)
         with self._seeded():
-            optimizer = self._optimizer(new=True)
-            self.validation_curve_ = self._train(
-                optimizer, self._rows(kept), None if held is None else self._rows(held)
-            )
+            self._make_network()
+            self.validation_curve_ = self._train(self._rows(kept), None if held is None else self._rows(held))
         return self._end()
 
     def _partial_fit(self, X: Any, y: Any, sample_weight: Any) -> Self:
@@ -114,8 +112,10 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             known = join_equal_rows(self._read(X, False, rows), self._code_targets(y)[rows], weight[rows])
             self.network_.float()
         with self._seeded():
+            if new:
+                self._make_network()
             if not hasattr(self, "optimizer_"):
-                self.optimizer_ = self._optimizer(new)
+                self.optimizer_ = self._optimizer()
             self.seen_ = known.weight.sum() + (0.0 if new else self.seen_)
             self._epoch(self.optimizer_, self._rows(known), float(self.seen_))
             self.seed_ = int(torch.randint(2**31 - 1, ()))  # of the next part, and of predictions until then
@@ -141,21 +141,22 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         self.network_.eval()
         return self
 
-    def _optimizer(self, new: bool) -> torch.optim.Optimizer:
-        """What trains the network, which is made if a new one is asked for."""
-        if new:
-            network, part = self._network(self.table_.width, self.table_.sizes)
-            bayesianize(part, default_method(self._ours) if self.method is None else self.method)
-            self.network_ = network.to(self.device)
+    def _make_network(self) -> None:
+        network, part = self._network(self.table_.width, self.table_.sizes)
+        bayesianize(part, default_method(self._ours) if self.method is None else self.method)
+        self.network_ = network.to(self.device)
+
+    def _optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
             param_groups(self.network_, self.weight_decay), lr=self.lr, weight_decay=0.0, fused=True
         )
 
-    def _train(self, optimizer: torch.optim.Optimizer, rows: TableRows, held_out: TableRows | None) -> list[float]:
+    def _train(self, rows: TableRows, held_out: TableRows | None) -> list[float]:
         """Train until held-out rows have not been predicted better for `patience` epochs; returns their NLLs.
 
         The network then has the weights of its best epoch. Without held-out rows, all epochs are run.
         """
+        optimizer = self._optimizer()
         curve: list[float] = []
         best: dict[str, torch.Tensor] = {}
         for _ in range(self.epochs):

@@ -36,7 +36,7 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         missing: "refuse" raises on missing values and on categories that training did not see; "impute" fills numbers
             with their median, beside a column that says where, and gives such categories a value of their own.
         scaling: of numbers: "quantile" (to a normal distribution, by ranks), "standard" or "none".
-        epochs, batch_size, lr, weight_decay, kl_weight: of training with AdamW on the ELBO. By default batches have 16
+        epochs, batch_size, lr, weight_decay, kl_weight: of training with AdamW on the ELBO. By default batches have 32
             to 256 rows.
         validation_fraction: rows held out of training, if there are 40 or more; training stops when their likelihood
             has not risen for `patience` epochs, and takes the best epoch's weights.
