@@ -215,8 +215,7 @@ def build_app(model: Served, limits: Limits = Limits(), key: str | None = None) 
         queue.thread.shutdown(wait=False)
         print(f"{queue.answered} of {queue.accepted} accepted requests were answered.", file=sys.stderr)
 
-    app = FastAPI(title="slimbayes", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-
+    app = FastAPI(title="slimbayes", docs_url=None, redoc_url=None, lifespan=lifespan)
     guard = Guard(app, key, limits.wait)
 
     @app.exception_handler(StarletteError)
@@ -238,10 +237,6 @@ def build_app(model: Served, limits: Limits = Limits(), key: str | None = None) 
         for status, count in guard.statuses.items():
             requests.labels(status).set(count)
         return Response(prometheus.generate_latest(counts), media_type="text/plain; version=0.0.4")
-
-    @app.get("/openapi.json")
-    async def interface() -> dict[str, Any]:
-        return app.openapi()
 
     @app.post("/predict", openapi_extra=BODY)
     async def predict(request: Request) -> Response:
