@@ -16,9 +16,10 @@ from sklearn.utils.validation import check_array, column_or_1d
 from torch import nn
 
 from slimbayes.errors import brief
+from slimbayes.models.tables import Noise, WithNoise
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.sklearn.base import TableEstimator
-from slimbayes.sklearn.network import Noise, Targets, build, join_equal_rows
+from slimbayes.sklearn.network import build, join_equal_rows
 from slimbayes.train.likelihoods import LikelihoodName
 
 
@@ -191,13 +192,13 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
             wanted = "'heteroscedastic', 'learned' or a positive standard deviation"
             raise ValueError(f"noise must be {wanted}, got {noise!r}.")
         network = build(self.module, numbers, sizes, targets * (2 if noise == "heteroscedastic" else 1))
-        return Targets(network, targets, noise), network
+        return WithNoise(network, targets, noise), network
 
     def _meaning(self) -> tuple[LikelihoodName, float | torch.Tensor]:
-        targets = cast(Targets, self.network_)  # as fitted: `set_params` changes the next fit, not this one
-        if isinstance(targets.noise, str):
+        network = cast(WithNoise, self.network_)  # as fitted: `set_params` changes the next fit, not this one
+        if isinstance(network.noise, str):
             return "heteroscedastic_gaussian", 1.0
-        return "gaussian", torch.as_tensor(targets.noise / self.y_std_)
+        return "gaussian", torch.as_tensor(network.noise / self.y_std_)
 
     def _strata(self, y: np.ndarray, held: int) -> None:
         return None
