@@ -91,17 +91,17 @@ def mortality(
     return Dataset(stays.name, splits, CLASSES, buckets.names())
 
 
-def outcomes(
+def found_stays(
     stays: Callable[[], Stays],
-    default: Callable[[Stays], Dataset],
+    bags: Callable[[Stays], Dataset],
     splits: Sequence[str],
     files: Callable[[], Sequence[Path]],
 ) -> Found:
-    """For `load`: the splits of a set that `mortality` makes from files, with bags as it comes in by default."""
+    """For `load`: the splits of stays that are read from files, put into bags as a set comes by default."""
 
     @cache
     def data() -> Dataset:
-        return default(stays())
+        return bags(stays())
 
     read = {split: partial(lambda name: data().splits[name], split) for split in splits}
     return Found(read, CLASSES, lambda: data().vocabulary, files, stays=stays)
