@@ -74,8 +74,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """What the network's outputs mean, and the scale of the noise, or of its bounds, in standardised units."""
 
     @abstractmethod
-    def _learn_targets(self, y: Any, weight: np.ndarray) -> np.ndarray:
-        """Learn classes, or mean and deviation, of the training targets and code them."""
+    def _learn_targets(self, y: Any, weight: np.ndarray, classes: Any) -> np.ndarray:
+        """Learn classes, unless they are given, or mean and deviation, of the training targets and code them."""
 
     @abstractmethod
     def _code_targets(self, y: Any) -> np.ndarray:
@@ -102,11 +102,11 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             self.validation_curve_ = self._train(self._rows(kept), None if held is None else self._rows(held))
         return self._end()
 
-    def _partial_fit(self, X: Any, y: Any, sample_weight: Any) -> Self:
+    def _partial_fit(self, X: Any, y: Any, sample_weight: Any, classes: Any = None) -> Self:
         """One epoch over these rows, at the first call with a new network."""
         new = not hasattr(self, "network_")
         if new:
-            known = self._begin(X, y, sample_weight)
+            known = self._begin(X, y, sample_weight, classes)
         else:
             weight, rows = self._weights(X, y, sample_weight)
             known = join_equal_rows(self._read(X, False, rows), self._code_targets(y)[rows], weight[rows])
@@ -121,7 +121,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             self.seed_ = int(torch.randint(2**31 - 1, ()))  # of the next part, and of predictions until then
         return self._end()
 
-    def _begin(self, X: Any, y: Any, sample_weight: Any) -> TableRows:
+    def _begin(self, X: Any, y: Any, sample_weight: Any, classes: Any = None) -> TableRows:
         """Learn everything about the columns and targets of a training set."""
         if y is None:
             raise ValueError(f"{type(self).__name__} requires y to be passed, but the target y is None.")
@@ -129,7 +129,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         self.seed_ = int(check_random_state(self.random_state).randint(2**31 - 1))
         weight, rows = self._weights(X, y, sample_weight)
         x = self._read(X, True, rows)
-        known = join_equal_rows(x, self._learn_targets(y, weight)[rows], weight[rows])
+        known = join_equal_rows(x, self._learn_targets(y, weight, classes)[rows], weight[rows])
         self.table_.learn_scales(known.x, self.seed_)
         return known
 

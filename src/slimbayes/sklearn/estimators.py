@@ -59,12 +59,7 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
         """One epoch over these rows; the first call learns columns and scales, and needs all `classes`."""
-        if classes is not None and not hasattr(self, "network_"):
-            self._announced = np.unique(classes)
-        try:
-            return self._partial_fit(X, y, sample_weight)
-        finally:
-            self.__dict__.pop("_announced", None)
+        return self._partial_fit(X, y, sample_weight, classes)
 
     def prediction(self, X: Any) -> Prediction:
         """Everything about the predictions of N rows: members, draws, aleatoric and epistemic uncertainty."""
@@ -83,7 +78,7 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         best = self.predict_proba(X).argmax(1)
         return cast(np.ndarray, self.classes_[best])
 
-    def _learn_targets(self, y: Any, weight: np.ndarray) -> np.ndarray:
+    def _learn_targets(self, y: Any, weight: np.ndarray, classes: Any) -> np.ndarray:
         labels = column_or_1d(y, warn=True)
         assert_all_finite(labels, input_name="y")
         try:
@@ -92,9 +87,9 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         except TypeError:
             kinds = sorted({type(label).__name__ for label in labels.tolist()})
             raise ValueError(f"Labels must be of one type, got {', '.join(kinds)}; rows without one must go.") from None
-        self.classes_ = getattr(self, "_announced", known)
+        self.classes_ = known if classes is None else np.unique(classes)
         counting = len(np.unique(labels[weight > 0]))
-        if len(self.classes_) < 2 or (counting < 2 and not hasattr(self, "_announced")):
+        if len(self.classes_) < 2 or (counting < 2 and classes is None):
             raise ValueError(f"Labels of at least two classes are needed, got {counting} class.")
         return self._code_targets(labels)
 
@@ -165,7 +160,7 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     def _shaped(self, values: torch.Tensor) -> np.ndarray:
         return (values if self._many else values[:, 0]).cpu().double().numpy()
 
-    def _learn_targets(self, y: Any, weight: np.ndarray) -> np.ndarray:
+    def _learn_targets(self, y: Any, weight: np.ndarray, classes: Any) -> np.ndarray:
         targets = self._checked(y)
         self._many = targets.ndim == 2
         rows = targets.reshape(len(targets), -1)
