@@ -242,7 +242,7 @@ def build_app(model: Served, limits: Limits = Limits(), key: str | None = None) 
     async def predict(request: Request) -> Response:
         start = time.perf_counter()
         body, kind = await body_of(request, limits), request.headers.get("content-type", "")
-        (rows, notes), draws, level = read_request(body, kind, request.query_params, model, limits)
+        rows, notes, draws, level = read_request(body, kind, request.query_params, model, limits)
         try:
             found = await asyncio.wait_for(queue.ask(rows, draws, level), limits.answer)
         except Busy:
