@@ -1,8 +1,10 @@
 """Tables of one's own: how a file's rows become the network's, in training and, from what a run keeps, ever after.
 
-file --look--> what columns hold --feature_kind--> kinds                   once, in training (`read_table`)
-file --frames--> columns --with_dates--> columns of numbers and words      words of a request: `frame_of`
-     --Preparation.read--> numbers and codes --Preparation.prepare--> filled in and scaled: the network's
+look, feature_kind      what a file's columns hold, and what they are taken for: in training only (`read_table`)
+frames, or frame_of     columns of numbers, words and dates, from a file or from values in memory
+with_dates              numbers in place of dates
+Preparation.read        numbers, then codes of words
+Preparation.prepare     numbers filled in and scaled: rows as the network takes them
 """
 
 from __future__ import annotations

@@ -134,6 +134,13 @@ def _from_splits(data: Dataset, splits: Sequence[str], chosen: Data) -> Task:
     return Task(data.name, kept, test, held, Scaling(*IMAGENET), data.classes)
 
 
+def _standard_split(data: Dataset, chosen: Data) -> Iterator[Rows]:
+    """Training and test rows of a UCI set."""
+    check_index(data, chosen.split)
+    rows = data.splits["all"]
+    return (rows.pick(index) for index in split_rows(len(rows), chosen.split))
+
+
 def _in_memory(data: Dataset, kept: Split, test: Split, held: Rows | None, chosen: Data) -> Task:
     every = [kept, test, *([held] if isinstance(held, Split) else [])]
     words = 0 if kept.x.is_floating_point() or kept.x.dtype == torch.uint8 else _highest(rows.x for rows in every)
@@ -158,13 +165,6 @@ def batches(rows: Rows, size: int, device: torch.device, workers: int = 0) -> It
     loader = torch.utils.data.DataLoader(rows, size, num_workers=workers, pin_memory=device.type == "cuda")
     for x, y in loader:
         yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-
-
-def _standard_split(data: Dataset, chosen: Data) -> Iterator[Rows]:
-    """Training and test rows of a UCI set."""
-    check_index(data, chosen.split)
-    rows = data.splits["all"]
-    return (rows.pick(index) for index in split_rows(len(rows), chosen.split))
 
 
 def _standardise_targets(task: Task) -> Task:
