@@ -279,13 +279,14 @@ def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:
         >>> fill_in({"data": {"csv": "in/houses.csv"}, "model": {"python": "nets:build"}})["data"]
         {'scaling': 'quantile', 'csv': 'in/houses.csv', 'name': 'houses'}
     """
-    data, model = tree.get("data"), tree.get("model")
+    filled, data, model = dict(tree), tree.get("data"), tree.get("model")
     if isinstance(data, dict):
+        filled["data"] = ({"scaling": "quantile"} if {"csv", "parquet"} & data.keys() else {}) | data
+        if isinstance(data.get("target"), int):  # a column without a name
+            filled["data"]["target"] = str(data["target"])
         paths = [data[kind] for kind in SOURCES if isinstance(data.get(kind), str)]
-        usual = {"scaling": "quantile"} if {"csv", "parquet"} & data.keys() else {}
-        numbers = {n: str(data[n]) for n in ("target",) if isinstance(data.get(n), int)}
-        named = {"name": pathlib.PurePath(paths[0]).stem[:200] or "data"} if paths and not data.get("name") else {}
-        data = usual | data | numbers | named
+        if paths and not data.get("name"):
+            filled["data"]["name"] = pathlib.PurePath(paths[0]).stem[:200] or "data"
     if isinstance(model, dict) and "python" in model:
-        model = {"kind": "code"} | model
-    return {**tree} | {name: value for name, value in (("data", data), ("model", model)) if name in tree}
+        filled["model"] = {"kind": "code"} | model
+    return filled
