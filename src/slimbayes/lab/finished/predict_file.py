@@ -191,7 +191,7 @@ def check_and_fit(x: Tensor, task: Task, source: str, first: int = 0, allow_nonf
             f"{source}: each row must have shape {tuple(like.shape[1:])}, as in training, got {tuple(x.shape[1:])}."
         )
     if not allow_nonfinite:
-        _refuse(~x.isfinite(), first, f"{source}: row {{}} holds NaN or infinity, so nothing can be said about it.")
+        _refuse(~x.isfinite(), first, source, "NaN or infinity, so nothing can be said about it")
     if task.images and x.is_floating_point():
         low, high = float(x.min()), float(x.max())
         if low < 0 or high > 1:
@@ -200,7 +200,7 @@ def check_and_fit(x: Tensor, task: Task, source: str, first: int = 0, allow_nonf
     if not like.is_floating_point():  # bytes and words
         most, wide = 255 if like.dtype == torch.uint8 else task.vocabulary - 1, x.double()
         outside = (wide != wide.round()) | (wide < 0) | (wide > most)
-        _refuse(outside, first, f"{source}: row {{}} holds other numbers than the whole ones from 0 to {most}.")
+        _refuse(outside, first, source, f"other numbers than the whole ones from 0 to {most}")
     return x.to(like.dtype)
 
 
@@ -213,10 +213,11 @@ def _as_images(x: Tensor, shape: torch.Size) -> Tensor:
     return x.unsqueeze(1) if x.dim() == 3 and shape[0] == 1 else x
 
 
-def _refuse(bad: Tensor, first: int, message: str) -> None:
+def _refuse(bad: Tensor, first: int, source: str, what: str) -> None:
+    """Name the first row with something bad in it, if there is one."""
     found = bad.flatten(1).any(1).nonzero()
     if len(found):
-        raise ValueError(message.format(first + int(found[0])))
+        raise ValueError(f"{source}: row {first + int(found[0])} holds {what}.")
 
 
 # --- what is written ---

@@ -95,8 +95,8 @@ def check_split(
         raise ValueError(f"{place}: rows have no columns, got inputs of shape {tuple(rows.x.shape)}.")
     if not allow_nonfinite:
         remedy = "Fill it in or drop the row, or set data.allow_nonfinite if the network can take it."
-        _refuse(rows.x, columns, f"{place} {{}}: the input is {{}}. {remedy}")
-    _refuse(rows.y, (), f"{place} {{}}: the target is {{}}. Fill it in or drop the row.")
+        _refuse_nonfinite(rows.x, place, "input", remedy, columns)
+    _refuse_nonfinite(rows.y, place, "target", "Fill it in or drop the row.")
     if _is_label(rows.y):
         bad = (rows.y < 0) if classes is None else (rows.y < 0) | (rows.y >= classes)
         if len(found := bad.nonzero()):
@@ -109,8 +109,8 @@ def _is_label(y: Tensor) -> bool:
     return not y.is_floating_point() and y.dim() == 1
 
 
-def _refuse(values: Tensor, columns: Sequence[str], message: str) -> None:
-    """Raise a message about the first number that is not finite: where it is, and what."""
+def _refuse_nonfinite(values: Tensor, place: str, what: str, remedy: str, columns: Sequence[str] = ()) -> None:
+    """Name the first number that is not finite, if there is one."""
     if not values.is_floating_point():
         return
     size = max(1, _AT_ONCE // max(1, values[:1].numel()))
@@ -119,7 +119,7 @@ def _refuse(values: Tensor, columns: Sequence[str], message: str) -> None:
         if len(bad):
             row, *rest = bad[0].tolist()
             value = float(values[start + row][tuple(rest)])
-            raise ValueError(message.format(f"row {start + row}{_column(rest, columns)}", value))
+            raise ValueError(f"{place} row {start + row}{_column(rest, columns)}: the {what} is {value}. {remedy}")
 
 
 def _column(index: Sequence[int], columns: Sequence[str]) -> str:
