@@ -225,8 +225,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def _read(self, X: Any, reset: bool, rows: Any = slice(None)) -> np.ndarray:
         """Rows of X as numbers and codes, after scikit-learn's checks of its shape and names."""
         auto = isinstance(self.categorical_features, str) and self.categorical_features == "auto"
-        none = auto and not is_frame(X) if reset else not self.table_.words
-        if none:
+        only_numbers = (auto and not is_frame(X)) if reset else not self.table_.words
+        if only_numbers:
             X = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan")
         else:
             X = X if is_frame(X) else np.asarray(X, dtype=object)

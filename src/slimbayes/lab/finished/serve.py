@@ -44,7 +44,7 @@ from slimbayes.lab.finished.predict_file import Columns
 from slimbayes.lab.finished.serve_model import Served, open_model
 from slimbayes.lab.finished.serve_rows import BODY, Limits, body_of, read_request, write_answer
 
-_FEWEST, _MOST = 2.0, 512.0
+_FEWEST, _MOST = 2.0, 512.0  # requests that are let in together
 _BUSY = "Too many requests wait: try again soon."
 
 
