@@ -58,20 +58,27 @@ def predict_file(
     if output.suffix not in (".csv", ".json", ".npz"):
         raise ValueError(f"Predictions go to .csv, .json or .npz, got {output}.")
     predictor = read_predictor(run, Execution(accelerator=accelerator).device)
-    classes, size = predictor.task.classes, predictor.experiment.evaluate.batch
-    batches = ((x, x.new_zeros(len(x))) for x in regrouped(_rows(inputs, predictor), size))
-    found = predictor.predict_batches(batches, f"the rows of {inputs}", "predict", [draws])
-    return write_columns(output, (as_columns(made[draws], classes, level) for made, _ in found))
+    batches = regrouped(_rows(inputs, predictor), predictor.experiment.evaluate.batch)
+    return write_columns(output, predicted(predictor, batches, f"the rows of {inputs}", draws, level))
+
+
+def predicted(
+    predictor: Predictor, batches: Iterable[Tensor], what: str, draws: int, level: float | None
+) -> Iterator[Columns]:
+    """Predictions of batches of rows as the network takes them; `what` they are called in errors."""
+    untold = ((x, x.new_zeros(len(x))) for x in batches)  # targets, which nobody looks at
+    for made, _ in predictor.predict_batches(untold, what, "predict", [draws]):
+        yield as_columns(made[draws], predictor.task.classes, level)
 
 
 def _rows(inputs: Path, predictor: Predictor) -> Iterator[Tensor]:
     """Rows of a file as the network takes them, read as the run's own data were."""
     data, task, first = predictor.experiment.data, predictor.task, 0
-    blocks = (
-        row_blocks(inputs, task.columns, data.allow_nonfinite, data.image_size if data.images else None)
-        if task.reader is None
-        else task.reader.blocks(inputs)
-    )
+    if task.reader is not None:
+        blocks = task.reader.blocks(inputs)
+    else:
+        size = data.image_size if data.images else None
+        blocks = row_blocks(inputs, task.columns, data.allow_nonfinite, size)
     for block in blocks:
         yield check_and_fit(block, task, str(inputs), first, data.allow_nonfinite)
         first += len(block)

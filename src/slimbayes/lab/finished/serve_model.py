@@ -17,7 +17,7 @@ from slimbayes.data import Split
 from slimbayes.errors import brief
 from slimbayes.lab.configs.own import OwnCodeError, code_is_allowed
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.finished.predict_file import Columns, as_columns, check_and_fit
+from slimbayes.lab.finished.predict_file import Columns, check_and_fit, predicted
 from slimbayes.lab.runs.folder import RunError
 from slimbayes.lab.runs.inputs import read_predictor
 from slimbayes.lab.tasks.own_table import TableReader
@@ -80,9 +80,7 @@ class RunModel(Served):
         return check_and_fit(torch.as_tensor(rows), self.predictor.task, "rows").numpy()
 
     def predict(self, rows: np.ndarray, draws: int, level: float | None) -> Columns:
-        x = torch.as_tensor(rows)
-        made, _ = next(self.predictor.predict_batches([(x, x.new_zeros(len(x)))], "the rows", "predict", [draws]))
-        return as_columns(made[draws], self.predictor.task.classes, level)
+        return next(predicted(self.predictor, [torch.as_tensor(rows)], "the rows", draws, level))
 
 
 class ExportedModel(Served):
