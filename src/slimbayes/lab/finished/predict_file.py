@@ -11,10 +11,8 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-import math
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +23,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data import Split
-from slimbayes.data.archives import npy_header
+from slimbayes.data.archives import DAMAGE, npy_blocks
 from slimbayes.data.cells import Allow, number_in
 from slimbayes.data.folders import ENDINGS, decode, read_square
 from slimbayes.data.table_files import cell_lines, number_blocks
@@ -42,9 +40,7 @@ from slimbayes.untrusted import check_regular
 Columns = dict[str, np.ndarray]  # names and (n,) values
 # Rows of a folder. The decoder takes ENDINGS and refuses the others: to pass one over would shift all rows after it.
 _IMAGES = (*ENDINGS, ".webp", ".bmp", ".gif", ".tif", ".tiff")
-_BYTES = 1 << 22  # of a block of an array
 _TOGETHER = 64  # images of a block
-DAMAGE = (ValueError, TypeError, OSError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
 def predict_file(
@@ -131,27 +127,9 @@ def _array_blocks(file: Path) -> Iterator[Tensor]:
                 if "x" not in names and len(names) != 1:
                     raise ValueError(f"it has the arrays {', '.join(names) or 'none'}, and needs one named x")
                 stream = stack.enter_context(archive.open(f"{'x' if 'x' in names else names[0]}.npy"))
-            yield from blocks_of(stream)
+            yield from npy_blocks(stream)
         except DAMAGE as error:
             raise ValueError(f"{file} cannot be read: {error}.") from error
-
-
-def blocks_of(stream: IO[bytes]) -> Iterator[Tensor]:
-    """The array of a .npy stream in blocks of rows."""
-    shape, fortran, dtype = npy_header(stream)
-    if dtype.hasobject or not shape or min(shape) < 0:
-        raise ValueError("an array of rows of numbers is needed")
-    rows, row = shape[0], dtype.itemsize * math.prod(shape[1:])
-    size = rows if fortran else max(1, _BYTES // max(1, row))  # whose columns come first is read at once
-    for start in range(0, max(1, rows), max(1, size)):
-        count = min(size, rows - start)
-        data = stream.read(count * row)
-        if len(data) != count * row:
-            raise ValueError(f"it ends before its last row, of {rows:,}")
-        block = np.frombuffer(data, dtype).reshape((count, *shape[1:]), order="F" if fortran else "C")
-        yield torch.from_numpy(np.array(block, dtype.newbyteorder("="), order="C"))
-    if stream.read(1):  # of an archive, this looks at the checksum too
-        raise ValueError("it goes on after its last row")
 
 
 def _image_blocks(path: Path, read: Callable[[Path], Tensor]) -> Iterator[Tensor]:

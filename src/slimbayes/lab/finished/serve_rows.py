@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from fastapi import HTTPException, Request
 
+from slimbayes.data.archives import DAMAGE, npy_blocks
 from slimbayes.errors import brief, cut
-from slimbayes.lab.finished.predict_file import DAMAGE, Columns, blocks_of
+from slimbayes.lab.finished.predict_file import Columns
 from slimbayes.lab.finished.serve_model import Named, Served
 from slimbayes.untrusted import parse_json
 
@@ -136,7 +137,7 @@ def _npy_of(found: Columns) -> bytes:
 
 def _npy(body: bytes) -> np.ndarray:
     """The array of a .npy body, of which no more is read, or made room for, than it has bytes."""
-    blocks = blocks_of(io.BytesIO(body))
+    blocks = npy_blocks(io.BytesIO(body))
     try:
         rows = next(blocks).numpy()
         more = next(blocks, None) is not None
