@@ -7,13 +7,13 @@ model: {python: "my_package.nets:build", args: {width: 64}}
 from __future__ import annotations
 
 import inspect
-import pathlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -37,7 +37,7 @@ def _function(text: str) -> str:
     return text
 
 
-Path = Annotated[str, Field(min_length=1, max_length=4000), AfterValidator(_no_controls)]
+PathText = Annotated[str, Field(min_length=1, max_length=4000), AfterValidator(_no_controls)]
 ColumnName = Annotated[str, Field(min_length=1, max_length=1000)]
 SOURCES = ("csv", "parquet", "npz", "images")
 _OF_TABLES = ("target", "header", "categories", "drop", "missing", "decimal", "dates")
@@ -64,10 +64,10 @@ class OwnFiles(Options):
         test: share of the rows that is tested on, where the data do not say; drawn by `seed`, or the last.
     """
 
-    csv: Path | None = None
-    parquet: Path | None = None
-    npz: Path | None = None
-    images: Path | None = None
+    csv: PathText | None = None
+    parquet: PathText | None = None
+    npz: PathText | None = None
+    images: PathText | None = None
     target: ColumnName | None = None
     task: Literal["classes", "regression"] | None = None
     header: bool | None = None
@@ -109,7 +109,7 @@ class OwnFiles(Options):
 FEW = 20  # whole numbers that may be classes, or may be counts
 
 
-def feature_kind(column: Column, path: pathlib.Path, categories: Sequence[str] = (), dates: bool = False) -> Kind:
+def feature_kind(column: Column, path: Path, categories: Sequence[str] = (), dates: bool = False) -> Kind:
     """Whether a column is numbers, categories or, where they are taken, dates; what is neither is refused."""
     place = f"{path}, column {brief(column.name)}"
     if column.name in categories:
@@ -155,7 +155,7 @@ def _refuse_signs(column: Column, place: str, unless: str) -> None:
         )
 
 
-def target_is_class(column: Column, path: pathlib.Path, task: str | None) -> bool:
+def target_is_class(column: Column, path: Path, task: str | None) -> bool:
     """Whether a target is a class: as `task` says, or as its values show."""
     place = f"{path}, column {brief(column.name)}, the target,"
     if column.missing:
@@ -236,7 +236,7 @@ class PythonNet(Options):
 def _find_function(place: str) -> Callable[..., Any]:
     """The function at "package.module:function"."""
     module_name, _, name = place.partition(":")
-    here = str(pathlib.Path.cwd())
+    here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)  # at the end: what is installed cannot be replaced by a file that lies about
     try:
@@ -286,7 +286,7 @@ def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:
             filled["data"]["target"] = str(data["target"])
         paths = [data[kind] for kind in SOURCES if isinstance(data.get(kind), str)]
         if paths and not data.get("name"):
-            filled["data"]["name"] = pathlib.PurePath(paths[0]).stem[:200] or "data"
+            filled["data"]["name"] = PurePath(paths[0]).stem[:200] or "data"
     if isinstance(model, dict) and "python" in model:
         filled["model"] = {"kind": "code"} | model
     return filled
