@@ -80,6 +80,79 @@ def digits() -> Dataset:
     return Dataset("digits", splits, tuple(map(str, range(10))))
 
 
+# --- data of one's own ---
+
+
+def _open_own(kind: str, path: str, chosen: Data, root: Path | str | None) -> Dataset:
+    """The data of a config that names a file of this kind: splits train and test, none of it scaled."""
+    read = {"images": _pictures, "npz": _arrays, "csv": read_table, "parquet": read_table}
+    return read[kind](_find_own(path, root), chosen)
+
+
+def _find_own(text: str, root: Path | str | None) -> Path:
+    """Where a path leads from here or, if nothing is there, from the data folder."""
+    folders = [Path.cwd()]
+    if root is not None or os.environ.get("SLIMBAYES_DATA"):
+        folders.append(root_folder(root))
+    found = next((place for folder in folders if (place := folder / os.path.expanduser(text)).exists()), None)
+    if found is None:
+        raise FileNotFoundError(f"{brief(text)} is not there, seen from {' or '.join(map(str, folders))}.")
+    return found
+
+
+def _splits(found: list[Split], chosen: Data) -> dict[str, Split]:
+    """Rows to train and to test on, as they are or, of one split, as the config says."""
+    train, test = found if len(found) == 2 else hold_out(found[0], "test", chosen.test, chosen)
+    return {"train": train, "test": test}
+
+
+def _arrays(path: Path, chosen: Data) -> Dataset:
+    check_regular(path)
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (ValueError, OSError, EOFError, KeyError, AttributeError, MemoryError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} cannot be read as a .npz file: {brief(str(error))}.") from error
+    cut = {"x_train", "y_train", "x_test", "y_test"} <= arrays.keys()
+    if not cut and not {"x", "y"} <= arrays.keys():
+        has = ", ".join(map(brief, list(arrays)[:10])) or "none"
+        raise ValueError(f"{path} needs the arrays x and y, or x_train, y_train, x_test and y_test; it has {has}.")
+    names = [("x_train", "y_train"), ("x_test", "y_test")] if cut else [("x", "y")]
+    found = [_array_split(arrays[x], arrays[y], f"{path}, {x}", chosen) for x, y in names]
+    return Dataset(chosen.name, _splits(found, chosen))
+
+
+def _array_split(x: np.ndarray, y: np.ndarray, place: str, chosen: Data) -> Split:
+    for what, array in (("inputs", x), ("targets", y)):
+        if array.dtype.kind not in "uifb" or not array.ndim or not array.size:
+            got = f"{array.dtype} of shape {array.shape}"
+            raise ValueError(f"{place}: {what} must be numbers, row by row, got {brief(got)}.")
+    real = chosen.task == "regression" or (chosen.task is None and y.dtype.kind == "f")
+    if not real and (y.ndim > 1 or (y != np.round(y)).any()):
+        raise ValueError(f"{place}: classes must be whole numbers (n,), got {y.dtype} of shape {y.shape}.")
+    inputs = torch.from_numpy(x if x.dtype == np.uint8 else x.astype(np.float32 if x.dtype.kind == "f" else np.int64))
+    if inputs.dim() == 2 and not inputs.is_floating_point():
+        inputs = inputs.float()  # a table of whole numbers: words of texts have sets of their own
+    return Split(inputs, real_targets(y) if real else torch.from_numpy(y.astype(np.int64)))
+
+
+def _pictures(path: Path, chosen: Data) -> Dataset:
+    size = chosen.image_size
+    train = ImageFolder(path / "train" if (path / "train").is_dir() else path)
+    cut = (path / "train").is_dir() and (path / "test").is_dir()
+    folders = [train, ImageFolder(path / "test", classes=train.classes)] if cut else [train]
+    if len(train.classes) < 2:
+        raise ValueError(
+            f"{path} must hold a folder of pictures for each class, at least two; it has {len(train.classes)}."
+        )
+    if (needed := sum(map(len, folders)) * 3 * size**2) > _BYTES:
+        raise ValueError(
+            f"{path}: pictures of {size} x {size} pixels take {needed / 2**30:.0f} GiB; set data.image_size to less."
+        )
+    found = [Split(torch.stack([read_square(file, size) for file in one.paths]), one.y) for one in folders]
+    return Dataset(chosen.name, _splits(found, chosen), train.classes)
+
+
 # --- which rows they are ---
 
 
@@ -128,84 +201,3 @@ def _files(rows: ImageFolder) -> Iterator[bytes]:
 def _spread(last: int, count: int) -> list[int]:
     """`count` whole numbers from 0 to `last`, evenly spread; all of them where there are no more."""
     return sorted({round(i * last / (count - 1)) for i in range(count)}) if last >= 0 else []
-
-
-# --- data of one's own ---
-
-
-def _open_own(kind: str, path: str, chosen: Data, root: Path | str | None) -> Dataset:
-    """The data of a config that names a file of this kind: splits train and test, none of it scaled."""
-    place = _find_own(path, root)
-    if kind == "images":
-        return _pictures(place, chosen)
-    return _arrays(place, chosen) if kind == "npz" else read_table(place, chosen)
-
-
-def _find_own(text: str, root: Path | str | None) -> Path:
-    """Where a path leads from here or, if nothing is there, from the data folder."""
-    folders = [Path.cwd()]
-    if root is not None or os.environ.get("SLIMBAYES_DATA"):
-        folders.append(root_folder(root))
-    found = next((place for folder in folders if (place := folder / os.path.expanduser(text)).exists()), None)
-    if found is None:
-        raise FileNotFoundError(f"{brief(text)} is not there, seen from {' or '.join(map(str, folders))}.")
-    return found
-
-
-def _splits(found: list[Split], chosen: Data) -> dict[str, Split]:
-    """Rows to train and to test on, as they are or, of one split, as the config says."""
-    train, test = found if len(found) == 2 else hold_out(found[0], "test", chosen.test, chosen)
-    return {"train": train, "test": test}
-
-
-# --- arrays ---
-
-
-def _arrays(path: Path, chosen: Data) -> Dataset:
-    check_regular(path)
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except (ValueError, OSError, EOFError, KeyError, AttributeError, MemoryError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} cannot be read as a .npz file: {brief(str(error))}.") from error
-    cut = {"x_train", "y_train", "x_test", "y_test"} <= arrays.keys()
-    if not cut and not {"x", "y"} <= arrays.keys():
-        has = ", ".join(map(brief, list(arrays)[:10])) or "none"
-        raise ValueError(f"{path} needs the arrays x and y, or x_train, y_train, x_test and y_test; it has {has}.")
-    names = [("x_train", "y_train"), ("x_test", "y_test")] if cut else [("x", "y")]
-    found = [_array_split(arrays[x], arrays[y], f"{path}, {x}", chosen) for x, y in names]
-    return Dataset(chosen.name, _splits(found, chosen))
-
-
-def _array_split(x: np.ndarray, y: np.ndarray, place: str, chosen: Data) -> Split:
-    for what, array in (("inputs", x), ("targets", y)):
-        if array.dtype.kind not in "uifb" or not array.ndim or not array.size:
-            got = f"{array.dtype} of shape {array.shape}"
-            raise ValueError(f"{place}: {what} must be numbers, row by row, got {brief(got)}.")
-    real = chosen.task == "regression" or (chosen.task is None and y.dtype.kind == "f")
-    if not real and (y.dtype.kind == "f" or y.ndim > 1) and (y.ndim > 1 or (y != np.round(y)).any()):
-        raise ValueError(f"{place}: classes must be whole numbers (n,), got {y.dtype} of shape {y.shape}.")
-    inputs = torch.from_numpy(x if x.dtype == np.uint8 else x.astype(np.float32 if x.dtype.kind == "f" else np.int64))
-    if inputs.dim() == 2 and not inputs.is_floating_point():
-        inputs = inputs.float()  # a table of whole numbers: words of texts have sets of their own
-    return Split(inputs, real_targets(y) if real else torch.from_numpy(y.astype(np.int64)))
-
-
-# --- pictures ---
-
-
-def _pictures(path: Path, chosen: Data) -> Dataset:
-    size = chosen.image_size
-    train = ImageFolder(path / "train" if (path / "train").is_dir() else path)
-    cut = (path / "train").is_dir() and (path / "test").is_dir()
-    folders = [train, ImageFolder(path / "test", classes=train.classes)] if cut else [train]
-    if len(train.classes) < 2:
-        raise ValueError(
-            f"{path} must hold a folder of pictures for each class, at least two; it has {len(train.classes)}."
-        )
-    if (needed := sum(map(len, folders)) * 3 * size**2) > _BYTES:
-        raise ValueError(
-            f"{path}: pictures of {size} x {size} pixels take {needed / 2**30:.0f} GiB; set data.image_size to less."
-        )
-    found = [Split(torch.stack([read_square(path, size) for path in one.paths]), one.y) for one in folders]
-    return Dataset(chosen.name, _splits(found, chosen), train.classes)
