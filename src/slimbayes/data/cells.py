@@ -128,9 +128,8 @@ def looks_like_date(cell: str) -> bool:
     (True, True, False)
     """
     day, time = _parted(cell)
-    return bool(_YEAR_FIRST.fullmatch(day) or _YEAR_LAST.fullmatch(day)) and (
-        not time or bool(re.match(r"\d{1,2}:", time))
-    )
+    dated = _YEAR_FIRST.fullmatch(day) or _YEAR_LAST.fullmatch(day)
+    return dated is not None and (not time or re.match(r"\d{1,2}:", time) is not None)
 
 
 def days_of(cell: str) -> float:
