@@ -157,7 +157,7 @@ def test_what_was_learnt_about_a_table_survives_json(scaling: Any, missing: Any)
     table = Preparation(missing, scaling)
     table.fit(frame, ["w"])
     table.learn_scales(table.read(frame))
-    again = Preparation.from_facts(json.loads(json.dumps(table.facts())))
+    again = Preparation.from_dict(json.loads(json.dumps(table.to_dict())))
     assert np.array_equal(again.prepare(again.read(frame)), table.prepare(table.read(frame)))
     if (scaling, missing) == ("standard", "refuse"):
         wanted = np.column_stack([(x - x.mean(0)) / x.std(0), [" abc".index(w) for w in words]])
@@ -232,8 +232,8 @@ def test_a_run_on_a_table_takes_tables(place: Path, tmp_path: Path) -> None:
 def test_runs_of_before_there_were_dates_are_read(place: Path) -> None:
     facts = json.loads((place / "run" / "inputs.json").read_text())["own"]
     rows = {"town": ["mid", "north"], "size": [50.0, 60.0]}
-    now = TableReader.from_facts(facts)
-    former = TableReader.from_facts({name: facts[name] for name in ("preparation", "passed", "header")})
+    now = TableReader.from_dict(facts)
+    former = TableReader.from_dict({name: facts[name] for name in ("preparation", "passed", "header")})
     assert former.kinds == now.kinds and torch.equal(former.rows(rows)[0], now.rows(rows)[0])
 
 

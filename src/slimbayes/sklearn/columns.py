@@ -154,7 +154,7 @@ class Preparation:
         numbers = self.steps.transform(read[:, :count]) if count else read[:, :0]
         return np.concatenate([numbers, read[:, count:]], 1).astype(dtype)
 
-    def facts(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """All that was learnt, as JSON holds it."""
         steps = {} if self.steps is None else self.steps.named_steps
         facts: dict[str, Any] = {
@@ -171,8 +171,8 @@ class Preparation:
         return facts
 
     @classmethod
-    def from_facts(cls, facts: dict[str, Any]) -> Self:
-        """What `facts` wrote down. The steps are fitted to rows that give them their shapes, then get their numbers."""
+    def from_dict(cls, facts: dict[str, Any]) -> Self:
+        """What `to_dict` wrote down. Steps are fitted to rows that give them their shapes, then get their numbers."""
         names = list(facts["names"])
         words = {names[j]: list(known) for j, known in zip(facts["categories"], facts["words"], strict=True)}
         made = cls(facts["missing"], facts["scaling"], names, words)

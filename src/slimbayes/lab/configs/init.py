@@ -149,21 +149,21 @@ def _unusable(found: TableFile, column: Column) -> str:
         and (lower in ("id", "index", "unnamed: 0") or lower[-3:] == "_id" or nameless)
     ):
         return "it numbers the rows"
-    first = column.odd[1]
     try:
         feature_kind(column, found.file)
         return ""
     except ValueError:
-        if column.kind != "date" and column.dressed:
-            return f"numbers with signs, such as {_quoted(first[:40])}: take the signs out to use them"
-        if column.kind != "date":
-            line = f"line {column.odd[0]}: {_quoted(first[:40])}"
-            return f"texts that hardly repeat, or a few texts among numbers ({line}): mend these to use it"
-    try:
-        days_of(first)
-    except ValueError as error:
-        return f"dates, but {_quoted(first[:40])} {error}"
-    return "dates; used, if not dropped, with `dates: encode`"
+        line, first = column.odd
+        shown = _quoted(first[:40])
+    if column.kind == "date":
+        try:
+            days_of(first)
+        except ValueError as error:
+            return f"dates, but {shown} {error}"
+        return "dates; used, if not dropped, with `dates: encode`"
+    if column.dressed:
+        return f"numbers with signs, such as {shown}: take the signs out to use them"
+    return f"texts that hardly repeat, or a few texts among numbers (line {line}: {shown}): mend these to use it"
 
 
 def _values(column: Column) -> str:

@@ -232,7 +232,7 @@ def export_run(run: Path, file: Path, draws: int = 16, accelerator: Any = "auto"
         likelihood=predictor.likelihood,
         scale=scale,
         seed=key(predictor.experiment.seed, "evaluate", "predict"),
-        notes={"classes": list(task.classes), "own": None if task.reader is None else task.reader.facts()},
+        notes={"classes": list(task.classes), "own": None if task.reader is None else task.reader.to_dict()},
     )
 
 

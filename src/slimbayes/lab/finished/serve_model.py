@@ -92,7 +92,7 @@ class ExportedModel(Served):
         try:
             (name,) = about["inputs"]
             self.row, outputs = tuple(map(int, about["inputs"][name][1:])), tuple(about["outputs"])
-            self.reader = TableReader.from_facts(about.get("own"))
+            self.reader = TableReader.from_dict(about.get("own"))
         except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
             raise RunError(f"{file} was not written by sb.export, or takes several inputs.") from error
         if outputs != SUMMARIES:

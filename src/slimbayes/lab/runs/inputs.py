@@ -36,7 +36,7 @@ def write_inputs(folder: Path, task: Task, likelihood: LikelihoodName) -> None:
         "name": task.name, "classes": list(task.classes), "targets": list(task.train.y.shape[1:]), "real": task.real,
         "vocabulary": task.vocabulary, "likelihood": likelihood, "fills": task.fills(), "columns": list(task.columns),
     }  # fmt: skip
-    facts |= {"own": None if task.reader is None else task.reader.facts()}
+    facts |= {"own": None if task.reader is None else task.reader.to_dict()}
     facts |= {name: None if tensor is None else tensor.tolist() for name, tensor in tensors.items()}
     write_json(folder / "inputs.json", facts)
 
@@ -52,7 +52,7 @@ def read_predictor(folder: Path, device: torch.device) -> Predictor:
         names = ("mean", "std", "y_mean", "y_std")
         mean, std, y_mean, y_std = (None if facts[n] is None else _tensor(facts[n]) for n in names)
         columns = tuple(map(str, facts.get("columns", ())))  # runs of before they were kept have none
-        reader = TableReader.from_facts(facts.get("own"))
+        reader = TableReader.from_dict(facts.get("own"))
         plain = with_noise(experiment, facts["fills"], plain_network(experiment, facts["fills"], facts["name"]))
     except OSError as error:
         raise RunError(

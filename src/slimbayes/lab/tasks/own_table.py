@@ -47,19 +47,24 @@ class TableReader:
         sizes, width = self.preparation.sizes, self.preparation.width
         return {"numbers": width, "sizes": list(sizes)} | ({} if sizes else {"inputs": width})
 
-    def facts(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """All of it, as JSON holds it."""
-        facts = {"preparation": self.preparation.facts(), "passed": list(self.ignored), "header": self.header}
-        return facts | {"kinds": [list(pair) for pair in self.kinds.items()], "decimal": self.decimal}
+        return {
+            "preparation": self.preparation.to_dict(),
+            "passed": list(self.ignored),
+            "header": self.header,
+            "kinds": [list(pair) for pair in self.kinds.items()],
+            "decimal": self.decimal,
+        }
 
     @classmethod
-    def from_facts(cls, facts: Mapping[str, Any] | None) -> Self | None:
-        """What `facts` wrote down, None where there was no table; runs of before there were dates have no kinds."""
+    def from_dict(cls, facts: Mapping[str, Any] | None) -> Self | None:
+        """What `to_dict` wrote down, None where there was no table; runs of before there were dates have no kinds."""
         if facts is None:
             return None
         from slimbayes.sklearn.columns import Preparation
 
-        learnt = Preparation.from_facts(facts["preparation"])
+        learnt = Preparation.from_dict(facts["preparation"])
         kinds: dict[str, Kind] = {name: "word" if name in learnt.words else "number" for name in learnt.names}
         kinds = dict(facts["kinds"]) if "kinds" in facts else kinds
         return cls(learnt, tuple(facts["passed"]), kinds, bool(facts["header"]), facts.get("decimal", "point"))
