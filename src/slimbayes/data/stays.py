@@ -1,4 +1,4 @@
-"""Hospital stays with an outcome, the data sets that are made of them, bags of tokens and who died, and their tables.
+"""Hospital stays whose outcome is known, the data sets made of them (bags of tokens, and who died), and their tables.
 
 Sizes: N stays, T bags, L tokens in the fullest bag of all splits.
 """
