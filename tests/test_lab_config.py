@@ -15,7 +15,7 @@ from lab_configs import experiment
 
 import slimbayes as sb
 from slimbayes.lab.configs import train as recipes
-from slimbayes.lab.configs.choices import AUGMENTATIONS, NETWORKS, TABLE_NET, Named
+from slimbayes.lab.configs.choices import AUGMENTATIONS, NETWORKS, Named
 from slimbayes.lab.configs.experiment import CORRUPTIONS, EXTRA, Experiment
 from slimbayes.lab.configs.files import ConfigError, load, merged, parse_override, read_tree, validate
 from slimbayes.posteriors import METHODS
@@ -46,7 +46,7 @@ def test_every_method_can_be_named_and_survives_the_round_trip(name: str) -> Non
 KINDS = [model.__name__ for model in NETWORKS]
 
 
-@pytest.mark.parametrize("model", [*NETWORKS, TABLE_NET, *AUGMENTATIONS])
+@pytest.mark.parametrize("model", [*NETWORKS, *AUGMENTATIONS])
 def test_options_of_networks_and_augmentations_are_those_of_their_functions(model: type[Named]) -> None:
     parameters = inspect.signature(getattr(import_module(model.home), model.__name__)).parameters
     options = {name: field for name, field in model.model_fields.items() if name != "kind"}

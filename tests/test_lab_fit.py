@@ -28,7 +28,8 @@ from slimbayes.lab.runs.trained import load_run
 from slimbayes.lab.runs.training import Diverged, Training
 from slimbayes.lab.runs.watchers import Bars, Watcher
 from slimbayes.lab.tasks.intake import digits
-from slimbayes.lab.tasks.task import limited, open_task
+from slimbayes.lab.tasks.rows import limited
+from slimbayes.lab.tasks.task import open_task
 from slimbayes.report import record
 
 pytestmark = pytest.mark.usefixtures("unchecked_fits")

@@ -276,3 +276,12 @@ def test_moments_of_many_numbers_are_those_of_all(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(task_module, "_MANY", 10)
     for ours, theirs in zip(task_module._moments(X), whole, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_target_that_training_rows_do_not_vary_in_is_refused(own: bool, tmp_path: Path) -> None:
+    rows = [f"{i}.5,{2 if i < 36 else 3}.25" for i in range(40)]
+    (tmp_path / "yacht.csv").write_text("\n".join(["a,y", *(rows if own else [row[:-4] + "2.25" for row in rows])]))
+    data = Data(name="t", csv=str(tmp_path / "yacht.csv"), target="y", task="regression", held_out="last", test=0.1)
+    with pytest.raises(ValueError, match=r"the target is 2\.25 in all training rows"):
+        open_task(data if own else Data(name="uci/yacht"), tmp_path)

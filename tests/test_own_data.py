@@ -23,9 +23,9 @@ from slimbayes.lab.configs.files import ConfigError, merged, validate
 from slimbayes.lab.runs.fit import fit
 from slimbayes.lab.runs.trained import load_run
 from slimbayes.lab.tasks.intake import data_digest, open_data
-from slimbayes.lab.tasks.own_table import OwnColumns
+from slimbayes.lab.tasks.own_table import TableReader
 from slimbayes.lab.tasks.task import open_task
-from slimbayes.sklearn.columns import Table
+from slimbayes.sklearn.columns import Preparation
 from slimbayes.sklearn.network import default_method
 
 BASE: dict[str, Any] = {
@@ -155,9 +155,10 @@ def test_what_was_learnt_about_a_table_survives_json(scaling: Any, missing: Any)
         draw.integers(0, 3, 90)
     ]
     frame = {"p": x[:, 0], "q": x[:, 1], "w": words, "r": x[:, 2]}
-    table = Table(["w"], missing, scaling)
-    table.learn_scales(table.fit(frame))
-    again = Table.from_facts(json.loads(json.dumps(table.facts())))
+    table = Preparation(missing, scaling)
+    table.fit(frame, ["w"])
+    table.learn_scales(table.read(frame))
+    again = Preparation.from_dict(json.loads(json.dumps(table.to_dict())))
     assert np.array_equal(again.prepare(again.read(frame)), table.prepare(table.read(frame)))
     if (scaling, missing) == ("standard", "refuse"):
         wanted = np.column_stack([(x - x.mean(0)) / x.std(0), [" abc".index(w) for w in words]])
@@ -232,8 +233,8 @@ def test_a_run_on_a_table_takes_tables(place: Path, tmp_path: Path) -> None:
 def test_runs_of_before_there_were_dates_are_read(place: Path) -> None:
     facts = json.loads((place / "run" / "inputs.json").read_text())["own"]
     rows = {"town": ["mid", "north"], "size": [50.0, 60.0]}
-    now = OwnColumns.from_facts(facts)
-    former = OwnColumns.from_facts({name: facts[name] for name in ("preparation", "passed", "header")})
+    now = TableReader.from_dict(facts)
+    former = TableReader.from_dict({name: facts[name] for name in ("preparation", "passed", "header")})
     assert former.kinds == now.kinds and torch.equal(former.rows(rows)[0], now.rows(rows)[0])
 
 
@@ -448,7 +449,7 @@ def test_arrays_of_ones_own(tmp_path: Path) -> None:
 def test_arrays_that_are_refused(tmp_path: Path, arrays: dict[str, np.ndarray], message: str) -> None:
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(ValueError, match=message):
-        open_task(Data(name="a", npz=str(tmp_path / "a.npz")))
+        open_task(Data(name="{a}", npz=str(tmp_path / "a.npz")))  # a name may hold anything
 
 
 @pytest.mark.slow
@@ -620,7 +621,7 @@ def test_init_writes_a_config_that_trains(tmp_path: Path, monkeypatch: pytest.Mo
     chosen = validate(yaml.safe_load(text))
     assert chosen.data.drop == ("id", "day", "owner") and chosen.data.missing == "impute"
     assert chosen.data.task == "regression" and chosen.noise == "learned" and chosen.data.target == "price"
-    assert chosen.method.build() == default_method(own=True)
+    assert chosen.method.build() == default_method(ours=True)
     assert call("init", "houses.csv").exit_code == 2  # there already
     assert call("init", "nothing.csv").exit_code == 3
     assert call("init", "houses.csv", "-o", "b.yaml", "--target", "prize").exit_code == 2
@@ -645,7 +646,7 @@ def test_init_takes_the_method_of_the_estimators() -> None:
     from slimbayes.posteriors import config_from_dict
     from slimbayes.sklearn.network import default_method
 
-    estimators: Any = default_method(own=True)
+    estimators: Any = default_method(ours=True)
     assert config_from_dict(yaml.safe_load(_FACTORS)) == estimators["dense.*"]
 
 

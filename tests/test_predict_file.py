@@ -15,9 +15,8 @@ import torch
 import yaml
 from lab_configs import CPU, ONCE, call, experiment, mine, regression
 
-from slimbayes.data import table_files
+from slimbayes.data import archives, table_files
 from slimbayes.lab.configs.experiment import Data
-from slimbayes.lab.finished import predict_file as module
 from slimbayes.lab.finished.predict_file import check_and_fit, predict_file, row_blocks
 from slimbayes.lab.runs.fit import fit
 from slimbayes.lab.tasks.task import open_task
@@ -187,7 +186,7 @@ def test_pieces_give_what_the_whole_gives(
     made = []
     for index, (source, cells) in enumerate([("x.csv", 3), ("x.csv", 1 << 16), ("x.npy", 0), ("x.npz", 0)]):
         monkeypatch.setattr(table_files, "_CELLS", cells)
-        monkeypatch.setattr(module, "_BYTES", 100)
+        monkeypatch.setattr(archives, "_BLOCK", 100)
         out = tmp_path / f"p{index}.{kind}"
         assert predict_file(run, tmp_path / source, out, 2, "cpu") == 1203
         made.append(out)
@@ -256,12 +255,12 @@ def test_cells_that_are_no_numbers_are_told_by_line(text: bytes, told: str, run:
 
 
 def test_rows_of_arrays_are_counted_from_the_first(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BYTES", 120)
+    monkeypatch.setattr(archives, "_BLOCK", 120)
     rows = np.zeros((1000, 3), "float32")
     rows[777, 1] = np.nan
-    np.save(tmp_path / "x.npy", rows)
-    with pytest.raises(ValueError, match="row 777 holds NaN"):
-        predict_file(run, tmp_path / "x.npy", tmp_path / "p.csv", 2, "cpu")
+    np.save(tmp_path / "x{1}.npy", rows)  # a name may hold anything
+    with pytest.raises(ValueError, match=r"x\{1\}.npy: row 777 holds NaN"):
+        predict_file(run, tmp_path / "x{1}.npy", tmp_path / "p.csv", 2, "cpu")
 
 
 @pytest.mark.parametrize("cut", [10, 130, 600])

@@ -432,7 +432,7 @@ def test_a_run_is_exported_and_predicts_as_it_does(kind: str, table_run: Path, t
         assert refused.status_code == 422 and "no intervals" in refused.text
     mean, aleatoric, epistemic = (np.array(got[n])[:, 0] for n in ("mean", "aleatoric", "epistemic"))
     if kind == "pt2":  # without slimbayes
-        rows, _ = read_predictor(table_run, torch.device("cpu")).task.own.rows(
+        rows, _ = read_predictor(table_run, torch.device("cpu")).task.reader.rows(
             {n: [r[n] for r in ROWS] for n in ROWS[0]}
         )
         assert torch.export.load(file).module()(rows)[0][:, 0].tolist() == mean.tolist()

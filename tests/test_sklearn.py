@@ -19,8 +19,8 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.errors import SlimbayesWarning
+from slimbayes.models import table_net
 from slimbayes.sklearn import BayesClassifier, BayesRegressor
-from slimbayes.sklearn.network import table_net
 
 QUICK: dict[str, Any] = {"module": (8,), "method": sb.Rank1(members=2), "batch_size": 512, "lr": 0.05, "draws": 2}
 SEEDED = QUICK | {"epochs": 8, "random_state": 0}

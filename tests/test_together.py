@@ -207,13 +207,13 @@ def test_set_params_changes_the_next_fit_alone() -> None:
 
 def test_a_category_of_test_rows_alone_is_refused(tmp_path: Path) -> None:
     from slimbayes.lab.configs.experiment import Data
-    from slimbayes.lab.tasks.own_data import open_own
+    from slimbayes.lab.tasks.intake import open_data
 
     (tmp_path / "t.csv").write_text(
         "a,k,y\n" + "".join(f"{i},{'x' if i % 2 else 'z'},{i}.5\n" for i in range(40)) + "1,w,2.5\n"
     )
     with pytest.raises(ValueError, match="did not see"):
-        open_own(
+        open_data(
             Data(name="t", csv=str(tmp_path / "t.csv"), target="y", test=0.2, validation=0.2, held_out="last"), None
         )
 

@@ -25,6 +25,8 @@ from torch import Tensor
 from slimbayes.untrusted import check_regular, read_file
 
 LIMIT = 1 << 30  # bytes that a file may unpack to: the largest honest one, the year table of 515,345 x 91, has 0.38e9
+_BLOCK = 1 << 22  # bytes of rows that are read together
+DAMAGE = (ValueError, TypeError, OSError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error)
 _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)
 
 
@@ -94,6 +96,24 @@ def npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
     npy = np.lib.format
     first = npy.read_magic(stream) == (1, 0)
     return npy.read_array_header_1_0(stream) if first else npy.read_array_header_2_0(stream)
+
+
+def npy_blocks(stream: IO[bytes]) -> Iterator[Tensor]:
+    """The array of an .npy stream in blocks of rows; DAMAGE has what is raised where it is none, or is cut short."""
+    shape, fortran, dtype = npy_header(stream)
+    if dtype.hasobject or not shape or min(shape) < 0:
+        raise ValueError("an array of rows of numbers is needed")
+    rows, row = shape[0], dtype.itemsize * math.prod(shape[1:])
+    size = rows if fortran else max(1, _BLOCK // max(1, row))  # whose columns come first is read at once
+    for start in range(0, max(1, rows), max(1, size)):
+        count = min(size, rows - start)
+        data = stream.read(count * row)
+        if len(data) != count * row:
+            raise ValueError(f"it ends before its last row, of {rows:,}")
+        block = np.frombuffer(data, dtype).reshape((count, *shape[1:]), order="F" if fortran else "C")
+        yield torch.from_numpy(np.array(block, dtype.newbyteorder("="), order="C"))
+    if stream.read(1):  # of an archive, this looks at the checksum too
+        raise ValueError("it goes on after its last row")
 
 
 def _array(path: Path, name: str, content: bytes) -> Any:

@@ -26,7 +26,8 @@ Allow = Literal["finite", "missing", "any"]  # numbers: all there, some missing 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "?"})
 # Signs of money or per cent, and what parts thousands: "$1,005.24", "12 €", "1 234,5", "7 %".
 _DRESSED = re.compile(r"[-+]?[$€£¥₹]?\s*[-+]?\d+(?:[ ,.'\u00a0\u202f]\d{3})*(?:[.,]\d+)?\s*[$€£¥₹%]?")
-_DATE = re.compile(r"(\d{4})([-/.])(\d{1,2})\2(\d{1,2})|(\d{1,2})([-/.])(\d{1,2})\6(\d{4})")
+_YEAR_FIRST = re.compile(r"(\d{4})([-/.])(\d{1,2})\2(\d{1,2})")
+_YEAR_LAST = re.compile(r"(\d{1,2})([-/.])(\d{1,2})\2(\d{4})")
 _CYCLES = {"year": 365.2425, "week": 7.0, "day": 1.0}  # in days
 
 
@@ -80,7 +81,9 @@ def number_in(cell: str, decimal: Decimal = "point") -> float | None:
     (1.5, 1.5, None)
     """
     if decimal == "comma":
-        cell = "?" if "." in cell else cell.replace(",", ".")  # whose points part thousands
+        if "." in cell:  # it parts thousands
+            return None
+        cell = cell.replace(",", ".")
     if "_" in cell:  # Python reads 1_000, authors of tables don't write it
         return None
     try:
@@ -125,7 +128,8 @@ def looks_like_date(cell: str) -> bool:
     (True, True, False)
     """
     day, time = _parted(cell)
-    return bool(_DATE.fullmatch(day)) and (not time or bool(re.match(r"\d{1,2}:", time)))
+    dated = _YEAR_FIRST.fullmatch(day) or _YEAR_LAST.fullmatch(day)
+    return dated is not None and (not time or re.match(r"\d{1,2}:", time) is not None)
 
 
 def days_of(cell: str) -> float:
@@ -139,15 +143,18 @@ def days_of(cell: str) -> float:
     ValueError: may be the day or the month first: write dates as 1970-01-31
     """
     day, time = _parted(cell)
-    found = _DATE.fullmatch(day)
-    if found is None:
+    if found := _YEAR_FIRST.fullmatch(day):
+        year, _, month, number = found.groups()
+    elif found := _YEAR_LAST.fullmatch(day):
+        number, mark, month, year = found.groups()
+        if mark != ".":
+            raise ValueError("may be the day or the month first: write dates as 1970-01-31")
+    else:
         raise ValueError("is no date such as 1970-01-31")
-    if found[8] and found[6] != ".":
-        raise ValueError("may be the day or the month first: write dates as 1970-01-31")
-    year, month, number = (found[1], found[3], found[4]) if found[1] else (found[8], found[7], found[5])
-    hours = f"{time if time[1:2] != ':' else '0' + time}" or "00:00"
+    if time[1:2] == ":":  # 6:00
+        time = f"0{time}"
     try:
-        moment = datetime.fromisoformat(f"{year}-{int(month):02}-{int(number):02}T{hours}")
+        moment = datetime.fromisoformat(f"{year}-{int(month):02}-{int(number):02}T{time or '00:00'}")
     except ValueError:
         raise ValueError("is no date such as 1970-01-31, or no time such as 18:30") from None
     moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment

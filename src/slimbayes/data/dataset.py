@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -186,9 +187,7 @@ def _key(row: Any, wanted: str | None, usual: tuple[str, ...], argument: str, nu
 def _tensor(value: Any, place: str) -> Tensor:
     try:
         if hasattr(value, "getbands"):  # a PIL image
-            import numpy
-
-            pixels = torch.from_numpy(numpy.array(value))
+            pixels = torch.from_numpy(np.array(value))
             return pixels[None] if pixels.dim() == 2 else pixels.permute(2, 0, 1)
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from slimbayes.data.dataset import Found
 from slimbayes.data.events import EventList
-from slimbayes.data.stays import Stays, find_table, mortality, number_of, open_rows, outcomes, time_of
+from slimbayes.data.stays import Stays, find_table, found_stays, mortality, number_of, open_rows, time_of
 
 SPLITS = ("train", "validation", "test")
 _OLDEST = 90.0  # years: the dates of birth of older patients are shifted by centuries, or their age is given as 91
@@ -94,7 +94,7 @@ def first_day(folder: Path, release: Release) -> Found | None:
     if not files.keys() >= set(_NEEDED):
         return None
     by_hour = partial(mortality, aggregate_older_than=24.0, tokens_per_bag=128)
-    return outcomes(lambda: _Reading(release, folder, 24.0).stays(0), by_hour, SPLITS, lambda: [*files.values()])
+    return found_stays(lambda: _Reading(release, folder, 24.0).stays(0), by_hour, SPLITS, lambda: [*files.values()])
 
 
 @dataclass(frozen=True)

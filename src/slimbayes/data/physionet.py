@@ -32,7 +32,7 @@ import torch
 from slimbayes.data.archives import read_npz, read_xz
 from slimbayes.data.dataset import Found
 from slimbayes.data.events import EventList, Events
-from slimbayes.data.stays import Stays, mortality, number_of, open_rows, outcomes
+from slimbayes.data.stays import Stays, found_stays, mortality, number_of, open_rows
 
 SETS = {"a": "train", "b": "validation", "c": "test"}
 PACKED = "challenge2012.npz.xz"
@@ -79,7 +79,7 @@ def bags(folder: Path) -> Found | None:
 
     letters = list(SETS) if packed else _letters(folder)
     splits = [SETS[letter] for letter in letters]
-    return outcomes(partial(physionet2012, folder), mortality, splits, files) if letters else None
+    return found_stays(partial(physionet2012, folder), mortality, splits, files) if letters else None
 
 
 def _letters(folder: Path) -> list[str]:

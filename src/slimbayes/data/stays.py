@@ -1,4 +1,4 @@
-"""Hospital stays with an outcome, the data sets that are made of them, bags of tokens and who died, and their tables.
+"""Hospital stays whose outcome is known, the data sets made of them (bags of tokens, and who died), and their tables.
 
 Sizes: N stays, T bags, L tokens in the fullest bag of all splits.
 """
@@ -21,6 +21,7 @@ from typing import IO
 import torch.nn.functional as F
 from torch import Tensor
 
+from slimbayes.data.cells import number_in
 from slimbayes.data.dataset import Dataset, Found, Split
 from slimbayes.data.events import Buckets, Events, bag
 from slimbayes.data.table_files import LINE
@@ -90,17 +91,17 @@ def mortality(
     return Dataset(stays.name, splits, CLASSES, buckets.names())
 
 
-def outcomes(
+def found_stays(
     stays: Callable[[], Stays],
-    default: Callable[[Stays], Dataset],
+    bags: Callable[[Stays], Dataset],
     splits: Sequence[str],
     files: Callable[[], Sequence[Path]],
 ) -> Found:
-    """For `load`: the splits of a set that `mortality` makes from files, with bags as it comes in by default."""
+    """For `load`: the splits of stays that are read from files, put into bags as a set comes by default."""
 
     @cache
     def data() -> Dataset:
-        return default(stays())
+        return bags(stays())
 
     read = {split: partial(lambda name: data().splits[name], split) for split in splits}
     return Found(read, CLASSES, lambda: data().vocabulary, files, stays=stays)
@@ -155,11 +156,8 @@ def number_of(cell: str) -> float:
     """A number that float32 can hold; nan for an empty cell."""
     if not cell:
         return math.nan
-    try:
-        value = float(cell)
-    except ValueError:
-        value = math.nan
-    if not abs(value) < 1e38 or "_" in cell:  # Python reads 1_000, the tables' authors don't write it
+    value = number_in(cell)
+    if value is None or not abs(value) < 1e38:
         raise ValueError(f"{cell!r} is not a finite number.")
     return value
 

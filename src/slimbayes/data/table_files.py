@@ -43,19 +43,18 @@ Frame = Mapping[str, np.ndarray]
 
 @dataclass
 class Column:
-    """What a column holds: how many values are missing, numbers, numbers but for their decimal mark, or but for some
-    sign, and up to 1,001 different ones."""
+    """What a column holds: how many of its cells are what, and the different ones."""
 
     name: str
     missing: int = 0
     numbers: int = 0
-    others: int = 0
-    dates: int = 0
-    marked: int = 0
-    nearly: int = 0
-    whole: bool = True
-    values: set[str] = field(default_factory=set)
-    odd: tuple[int, str] = (0, "")  # the first line with something else than a number
+    whole: bool = True  # whether all numbers are
+    others: int = 0  # that are neither missing nor numbers; of these
+    dates: int = 0  # look like dates,
+    marked: int = 0  # would be numbers with the other decimal mark,
+    nearly: int = 0  # with that mark, or without signs of money, per cent or thousands
+    odd: tuple[int, str] = (0, "")  # line and text of the first
+    values: set[str] = field(default_factory=set)  # up to 1,001 different ones
 
     @property
     def kind(self) -> Kind:

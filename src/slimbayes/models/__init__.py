@@ -1,6 +1,7 @@
 """Networks of the papers as plain torch modules: nothing in them is Bayesian until `bayesianize` makes it so.
 
-torchvision and timm have some of them; these need neither, and have the papers' parameter counts and starts.
+torchvision and timm have some of them; these need neither, and have the papers' parameter counts and starts. The one
+for tables is ours.
 """
 
 from slimbayes.models.feedforward import deep_mlp as deep_mlp
@@ -16,3 +17,4 @@ from slimbayes.models.resnet import resnet18 as resnet18
 from slimbayes.models.resnet import resnet50 as resnet50
 from slimbayes.models.resnet import small_resnet as small_resnet
 from slimbayes.models.resnet import wrn as wrn
+from slimbayes.models.tables import table_net as table_net

@@ -34,7 +34,7 @@ from slimbayes.errors import SlimbayesWarning, brief, did_you_mean
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import sample
-from slimbayes.sklearn.columns import Missing, Scaling, Table, is_frame
+from slimbayes.sklearn.columns import Missing, Preparation, Scaling, is_frame
 from slimbayes.sklearn.network import TableRows, batch_size, default_method, join_equal_rows, log_likelihood
 from slimbayes.train.elbo import elbo
 from slimbayes.train.likelihoods import LikelihoodName
@@ -63,7 +63,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     draws: Any = 4
     device: Any = "cpu"
     random_state: Any = None
-    table_: Table = field(init=False)
+    table_: Preparation = field(init=False)
     network_: nn.Module = field(init=False)
     seed_: int = field(init=False)
 
@@ -74,8 +74,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """What the network's outputs mean, and the scale of the noise, or of its bounds, in standardised units."""
 
     @abstractmethod
-    def _learn_targets(self, y: Any, weight: np.ndarray) -> np.ndarray:
-        """Learn classes, or mean and deviation, of the training targets and code them."""
+    def _learn_targets(self, y: Any, weight: np.ndarray, classes: Any) -> np.ndarray:
+        """Learn classes, unless they are given, or mean and deviation, of the training targets and code them."""
 
     @abstractmethod
     def _code_targets(self, y: Any) -> np.ndarray:
@@ -98,30 +98,30 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         kept, held = self._split(known)
         self.__dict__.pop("optimizer_", None)
         with self._seeded():
-            optimizer = self._optimizer(new=True)
-            self.validation_curve_ = self._train(
-                optimizer, self._rows(kept), None if held is None else self._rows(held)
-            )
+            self._make_network()
+            self.validation_curve_ = self._train(self._rows(kept), None if held is None else self._rows(held))
         return self._end()
 
-    def _partial_fit(self, X: Any, y: Any, sample_weight: Any) -> Self:
+    def _partial_fit(self, X: Any, y: Any, sample_weight: Any, classes: Any = None) -> Self:
         """One epoch over these rows, at the first call with a new network."""
         new = not hasattr(self, "network_")
         if new:
-            known = self._begin(X, y, sample_weight)
+            known = self._begin(X, y, sample_weight, classes)
         else:
             weight, rows = self._weights(X, y, sample_weight)
             known = join_equal_rows(self._read(X, False, rows), self._code_targets(y)[rows], weight[rows])
             self.network_.float()
         with self._seeded():
+            if new:
+                self._make_network()
             if not hasattr(self, "optimizer_"):
-                self.optimizer_ = self._optimizer(new)
+                self.optimizer_ = self._optimizer()
             self.seen_ = known.weight.sum() + (0.0 if new else self.seen_)
             self._epoch(self.optimizer_, self._rows(known), float(self.seen_))
             self.seed_ = int(torch.randint(2**31 - 1, ()))  # of the next part, and of predictions until then
         return self._end()
 
-    def _begin(self, X: Any, y: Any, sample_weight: Any) -> TableRows:
+    def _begin(self, X: Any, y: Any, sample_weight: Any, classes: Any = None) -> TableRows:
         """Learn everything about the columns and targets of a training set."""
         if y is None:
             raise ValueError(f"{type(self).__name__} requires y to be passed, but the target y is None.")
@@ -129,33 +129,34 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         self.seed_ = int(check_random_state(self.random_state).randint(2**31 - 1))
         weight, rows = self._weights(X, y, sample_weight)
         x = self._read(X, True, rows)
-        known = join_equal_rows(x, self._learn_targets(y, weight)[rows], weight[rows])
+        known = join_equal_rows(x, self._learn_targets(y, weight, classes)[rows], weight[rows])
         self.table_.learn_scales(known.x, self.seed_)
         return known
 
     def _end(self) -> Self:
         # In double precision a row's prediction does not depend on how many others it is asked with. Modules of
         # others may hold single precision somewhere inside.
-        if self._own and torch.device(self.device).type == "cpu":
+        if self._ours and torch.device(self.device).type == "cpu":
             self.network_.double()
         self.network_.eval()
         return self
 
-    def _optimizer(self, new: bool) -> torch.optim.Optimizer:
-        """What trains the network, which is made if a new one is asked for."""
-        if new:
-            network, part = self._network(self.table_.width, self.table_.sizes)
-            bayesianize(part, default_method(self._own) if self.method is None else self.method)
-            self.network_ = network.to(self.device)
+    def _make_network(self) -> None:
+        network, part = self._network(self.table_.width, self.table_.sizes)
+        bayesianize(part, default_method(self._ours) if self.method is None else self.method)
+        self.network_ = network.to(self.device)
+
+    def _optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
             param_groups(self.network_, self.weight_decay), lr=self.lr, weight_decay=0.0, fused=True
         )
 
-    def _train(self, optimizer: torch.optim.Optimizer, rows: TableRows, held_out: TableRows | None) -> list[float]:
+    def _train(self, rows: TableRows, held_out: TableRows | None) -> list[float]:
         """Train until held-out rows have not been predicted better for `patience` epochs; returns their NLLs.
 
         The network then has the weights of its best epoch. Without held-out rows, all epochs are run.
         """
+        optimizer = self._optimizer()
         curve: list[float] = []
         best: dict[str, torch.Tensor] = {}
         for _ in range(self.epochs):
@@ -215,7 +216,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         return known.at(kept), known.at(held)
 
     @property
-    def _own(self) -> bool:
+    def _ours(self) -> bool:
+        """Whether the network is one of ours, not the user's."""
         return self.module is None or isinstance(self.module, tuple | list)
 
     # --- rows ---
@@ -223,18 +225,18 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def _read(self, X: Any, reset: bool, rows: Any = slice(None)) -> np.ndarray:
         """Rows of X as numbers and codes, after scikit-learn's checks of its shape and names."""
         auto = isinstance(self.categorical_features, str) and self.categorical_features == "auto"
-        none = auto and not is_frame(X) if reset else not self.table_.categories
-        if none:
+        only_numbers = (auto and not is_frame(X)) if reset else not self.table_.words
+        if only_numbers:
             X = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan")
         else:
             X = X if is_frame(X) else np.asarray(X, dtype=object)
             if len(X.shape) != 2 or not all(X.shape):
                 raise ValueError(f"X must be a table with rows and columns, got an array of shape {X.shape}.")
             validate_data(self, X, reset=reset, skip_check_array=True)
-        if not reset:
-            return self.table_.read(X, rows)
-        self.table_ = Table(self.categorical_features, self.missing, self.scaling)
-        return self.table_.fit(X, rows)
+        if reset:
+            self.table_ = Preparation(self.missing, self.scaling)
+            self.table_.fit(X, self.categorical_features, rows)
+        return self.table_.read(X, rows)
 
     def _weights(self, X: Any, y: Any, sample_weight: Any) -> tuple[np.ndarray, np.ndarray]:
         """Weights of all rows, and which rows count: one that weighs nothing is as good as absent."""

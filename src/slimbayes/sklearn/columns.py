@@ -30,87 +30,92 @@ def is_frame(X: Any) -> bool:
 
 
 @dataclass
-class Table:
+class Preparation:
     """What was learnt about a table's columns, and what its rows become before a network sees them.
 
+    Tables are DataFrames, arrays or mappings from names to columns; columns are told apart by their place, since an
+    array without names may follow a DataFrame.
+
     Args:
-        wanted: "auto" takes the columns of a DataFrame that hold texts, booleans or categories; or names or positions.
         missing: "refuse" raises on missing values and unknown categories; "impute" fills numbers with their median,
             beside a column that says where, and gives categories one more value, which unknown ones are too: a
             warning tells how many.
         scaling: of numbers, as `scaler` says.
     """
 
-    wanted: Any
     missing: Missing
     scaling: Scaling = "none"
     names: list[str] = field(default_factory=list)
-    categories: list[int] = field(default_factory=list)
-    words: list[list[Any]] = field(default_factory=list)  # of each column of categories, in the order of their codes
+    words: dict[str, list[Any]] = field(default_factory=dict)  # categories by column, in the order of their codes
     steps: Any = None  # a scikit-learn pipeline, once scales are learnt, unless no column holds numbers
 
     @property
-    def numbers(self) -> list[int]:
-        """Positions of the columns that hold numbers."""
-        return [j for j in range(len(self.names)) if j not in self.categories]
+    def numbers(self) -> list[str]:
+        """Names of the columns that hold numbers."""
+        return [name for name in self.names if name not in self.words]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many codes each category has."""
-        return tuple(len(words) + 1 for words in self.words)
+        """How many codes each column of categories has."""
+        return tuple(len(words) + 1 for words in self.words.values())
 
-    def fit(self, X: Any, rows: Any = slice(None)) -> np.ndarray:
-        """Learn the columns of a DataFrame, array or mapping from some of its rows, by default all, and read these."""
-        frame = is_frame(X) or isinstance(X, Mapping)
-        self.names = [str(name) for name in getattr(X, "columns", X)] if frame else list(map(str, range(X.shape[1])))
+    def fit(self, X: Any, wanted: Any = "auto", rows: Any = slice(None)) -> None:
+        """Learn names and categories from some rows of a table, by default all.
+
+        Args:
+            wanted: the columns that are categories, by name or position; "auto" takes those of a DataFrame that hold
+                texts, booleans or categories.
+        """
+        named = is_frame(X) or isinstance(X, Mapping)
+        self.names = [str(name) for name in getattr(X, "columns", X)] if named else list(map(str, range(X.shape[1])))
         if len(set(self.names)) < len(self.names):
             raise ValueError("X has two columns of one name: give each a name of its own.")
-        self.categories = sorted(set(self._chosen(X, frame)))
-        self.words = [self._known(j, set(_words(_column(X, j))[rows]) - {None}) for j in self.categories]
-        return self.read(X, rows)
+        columns = dict(zip(self.names, _columns(X)))
+        chosen = set(self._chosen(columns, wanted, named))
+        self.words = {name: _known(name, _words(columns[name])[rows]) for name in self.names if name in chosen}
 
     def read(self, X: Any, rows: Any = slice(None), unseen: Counter[str] | None = None) -> np.ndarray:
         """Rows of a table as numbers and codes, (N, d); NaN where a number is missing and was not refused.
 
         Unknown categories that count as missing are added to `unseen` by column or, without it, told by a warning.
         """
-        columns = [self._numbers(X, j)[rows] for j in self.numbers]
+        columns = dict(zip(self.names, _columns(X)))
         found: Counter[str] = Counter()
-        codes = [self._codes(k, _words(_column(X, j))[rows], found) for k, j in enumerate(self.categories)]
-        read = np.stack([*columns, *codes], 1)
+        numbers = [_numbers(name, columns[name])[rows] for name in self.numbers]
+        codes = [self._codes(name, _words(columns[name])[rows], found) for name in self.words]
+        read = np.stack([*numbers, *codes], 1)
         if found and unseen is None:
-            warnings.warn(unseen_text(found, len(read)), SlimbayesWarning, stacklevel=2)
+            warnings.warn(self.unseen_text(found, len(read)), SlimbayesWarning, stacklevel=2)
         elif unseen is not None:
             unseen.update(found)
         if self.missing == "refuse":
             self._refuse(read)
         return read
 
-    def _chosen(self, X: Any, frame: bool) -> Iterator[int]:
-        """Positions of the columns that are categories."""
-        if isinstance(self.wanted, str) and self.wanted == "auto":
-            yield from [j for j, name in enumerate(self.names) if frame and _holds_words(X, j, name)]
+    @staticmethod
+    def unseen_text(unseen: Counter[str], rows: int) -> str:
+        """What to say of unknown categories by column."""
+        told = [f"{brief(name)} ({count:,} of {rows:,} rows)" for name, count in unseen.most_common(5)]
+        more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
+        return f"Categories that training did not see count as missing: in column {', '.join(told)}{more}."
+
+    def _chosen(self, columns: Mapping[str, Any], wanted: Any, named: bool) -> Iterator[str]:
+        """The columns that are categories."""
+        if isinstance(wanted, str) and wanted == "auto":
+            yield from [name for name, column in columns.items() if named and _holds_words(name, column)]
             return
-        for one in self.wanted if isinstance(self.wanted, Sequence | np.ndarray) else [self.wanted]:
-            if isinstance(one, str) and frame and one in self.names:
-                yield self.names.index(one)
-            elif isinstance(one, int | np.integer) and not isinstance(one, bool) and 0 <= one < len(self.names):
-                yield int(one)
+        for one in wanted if isinstance(wanted, Sequence | np.ndarray) else [wanted]:
+            if isinstance(one, str) and named and one in columns:
+                yield one
+            elif isinstance(one, int | np.integer) and not isinstance(one, bool) and 0 <= one < len(columns):
+                yield self.names[one]
             else:
-                hint = did_you_mean(str(one), self.names) if frame else f": X has {len(self.names)} columns."
+                hint = did_you_mean(str(one), self.names) if named else f": X has {len(columns)} columns."
                 raise ValueError(f"categorical_features names {brief(one)}, which X does not have{hint}")
 
-    def _known(self, j: int, words: set[Any]) -> list[Any]:
-        try:
-            return sorted(words) or [""]
-        except TypeError as error:
-            kinds = ", ".join(sorted({type(word).__name__ for word in words}))
-            raise TypeError(f"Column {self.names[j]!r} holds categories of several types: {kinds}.") from error
-
-    def _codes(self, k: int, words: np.ndarray, unseen: Counter[str]) -> list[int]:
+    def _codes(self, name: str, words: np.ndarray, unseen: Counter[str]) -> list[int]:
         """Codes (N,) of the words of a column; unknown ones are counted, or refused."""
-        name, codes = self.names[self.categories[k]], {word: code for code, word in enumerate(self.words[k], 1)}
-        codes[None] = 0
+        codes = {None: 0} | {word: code for code, word in enumerate(self.words[name], 1)}
         if new := [word for word in words if word not in codes]:
             if self.missing == "refuse":
                 raise ValueError(
@@ -120,29 +125,11 @@ class Table:
             unseen[name] += len(new)
         return [codes.get(word, 0) for word in words]
 
-    def _numbers(self, X: Any, j: int) -> np.ndarray:
-        column = _column(X, j)
-        if column.dtype.kind in "OUST":
-            words = _words(column)
-            try:
-                column = np.array([np.nan if word is None else float(word) for word in words])
-            except (TypeError, ValueError):
-                first = next((word for word in words if word is not None and not isinstance(word, Real)), None)
-                raise ValueError(
-                    f"Column {self.names[j]!r} must hold numbers, got {brief(first)}. "
-                    f"Name it in categorical_features if it holds categories."
-                ) from None
-        column = column.astype(np.float64)
-        if np.isinf(column).any():
-            raise ValueError(f"Input X contains infinity in column {self.names[j]!r}: clip it, or mark it as missing.")
-        return column
-
     def _refuse(self, read: np.ndarray) -> None:
         """Name the columns with missing values."""
         count = len(self.numbers)
         gaps = [*np.isnan(read[:, :count]).sum(0), *(read[:, count:] == 0).sum(0)]
-        places = [*self.numbers, *self.categories]
-        told = [f"{self.names[j]!r} ({int(gap)} of {len(read)})" for j, gap in zip(places, gaps) if gap]
+        told = [f"{n!r} ({int(gap)} of {len(read)})" for n, gap in zip([*self.numbers, *self.words], gaps) if gap]
         if told:
             raise ValueError(
                 f"Input X contains NaN: values are missing in column {', '.join(told[:5])}"
@@ -167,12 +154,13 @@ class Table:
         numbers = self.steps.transform(read[:, :count]) if count else read[:, :0]
         return np.concatenate([numbers, read[:, count:]], 1).astype(dtype)
 
-    def facts(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """All that was learnt, as JSON holds it."""
         steps = {} if self.steps is None else self.steps.named_steps
         facts: dict[str, Any] = {
             "names": self.names, "missing": self.missing, "scaling": self.scaling,
-            "categories": self.categories, "words": [list(map(str, words)) for words in self.words],
+            "categories": [self.names.index(name) for name in self.words],
+            "words": [list(map(str, words)) for words in self.words.values()],
         }  # fmt: skip
         if (one := steps.get("simpleimputer")) is not None:
             facts |= {"fill": one.statistics_.tolist(), "gaps": one.indicator_.features_.tolist()}
@@ -183,63 +171,82 @@ class Table:
         return facts
 
     @classmethod
-    def from_facts(cls, facts: dict[str, Any]) -> Self:
-        """What `facts` wrote down. Steps are fitted to rows that give them their shapes, then get their numbers."""
-        learnt = list(facts["names"]), list(facts["categories"]), list(map(list, facts["words"]))
-        table = cls(facts["categories"], facts["missing"], facts["scaling"], *learnt)
-        count = len(table.numbers)
-        if not count:
-            return table
-        quantiles = np.array(facts.get("quantiles", np.zeros((2, count))), dtype=np.float64)
-        table.steps = scaler(table.scaling, table.missing, len(quantiles), 0)
-        rows = np.zeros((2, count))
-        if "fill" in facts:  # medians of themselves, and gaps where there were some
-            rows[:] = facts["fill"]
-            rows[1, facts["gaps"]] = np.nan
-        for _, step in table.steps.steps:
-            if isinstance(step, QuantileTransformer):
-                step.set_params(n_quantiles=len(quantiles)).fit(quantiles)
-                step.quantiles_ = quantiles
-            else:
-                step.fit(rows)
-            if isinstance(step, StandardScaler):
-                step.mean_, step.scale_ = np.array(facts["mean"]), np.array(facts["scale"])
-                step.var_ = step.scale_**2
-            assert not isinstance(step, SimpleImputer) or step.statistics_.tolist() == facts["fill"]
-            rows = step.transform(rows)
-        return table
+    def from_dict(cls, facts: dict[str, Any]) -> Self:
+        """What `to_dict` wrote down. Steps are fitted to rows that give them their shapes, then get their numbers."""
+        names = list(facts["names"])
+        words = {names[j]: list(known) for j, known in zip(facts["categories"], facts["words"], strict=True)}
+        made = cls(facts["missing"], facts["scaling"], names, words)
+        if not made.numbers:
+            return made
+        quantiles = np.array(facts.get("quantiles", [[]]), dtype=np.float64)
+        rows = np.zeros((max(2, len(quantiles)), len(made.numbers)))
+        rows[1, facts.get("gaps", [])] = np.nan
+        made.steps = scaler(made.scaling, made.missing, len(rows), 0)
+        if "quantiles" in facts:
+            made.steps.set_params(quantiletransformer__n_quantiles=len(quantiles))
+        steps = made.steps.fit(rows).named_steps
+        if "fill" in facts:
+            steps["simpleimputer"].statistics_ = np.array(facts["fill"])
+        if "quantiles" in facts:
+            steps["quantiletransformer"].quantiles_ = quantiles
+        if "mean" in facts:
+            one = steps["standardscaler"]
+            one.mean_, one.scale_ = np.array(facts["mean"]), np.array(facts["scale"])
+            one.var_ = one.scale_**2
+        return made
 
 
-def unseen_text(unseen: Counter[str], rows: int) -> str:
-    """What to say of unknown categories by column."""
-    told = [f"{brief(name)} ({count:,} of {rows:,} rows)" for name, count in unseen.most_common(5)]
-    more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
-    return f"Categories that training did not see count as missing: in column {', '.join(told)}{more}."
+def _columns(X: Any) -> list[Any]:
+    return list(X.T) if isinstance(X, np.ndarray) else [X[name] for name in getattr(X, "columns", X)]
 
 
-def _column(X: Any, j: int) -> np.ndarray:
-    return np.asarray(X[:, j] if isinstance(X, np.ndarray) else X[list(getattr(X, "columns", X))[j]])
+def _numbers(name: str, column: Any) -> np.ndarray:
+    """Numbers of a column (N,), NaN where they are missing."""
+    values = np.asarray(column)
+    if values.dtype.kind in "OUST":
+        words = _words(column)
+        try:
+            values = np.array([np.nan if word is None else float(word) for word in words])
+        except (TypeError, ValueError):
+            first = next((word for word in words if word is not None and not isinstance(word, Real)), None)
+            raise ValueError(
+                f"Column {name!r} must hold numbers, got {brief(first)}. "
+                f"Name it in categorical_features if it holds categories."
+            ) from None
+    values = values.astype(np.float64)
+    if np.isinf(values).any():
+        raise ValueError(f"Input X contains infinity in column {name!r}: clip it, or mark it as missing.")
+    return values
 
 
-def _holds_words(X: Any, j: int, name: str) -> bool:
+def _known(name: str, words: np.ndarray) -> list[Any]:
+    """The categories among a column's words, in their order."""
+    found = set(words) - {None}
+    try:
+        return sorted(found) or [""]
+    except TypeError as error:
+        kinds = ", ".join(sorted({type(word).__name__ for word in found}))
+        raise TypeError(f"Column {name!r} holds categories of several types: {kinds}.") from error
+
+
+def _holds_words(name: str, column: Any) -> bool:
     """Whether a DataFrame's column holds categories; dates are refused."""
-    series = X[list(X.columns)[j]]
-    if str(series.dtype).lower().startswith(("categor", "enum")):
+    if str(column.dtype).lower().startswith(("categor", "enum")):
         return True
-    column = np.asarray(series)
-    if column.dtype.kind in "mM":
+    values = np.asarray(column)
+    if values.dtype.kind in "mM":
         raise ValueError(
             f"Column {name!r} holds dates or durations: turn them into numbers first, such as days since a date."
         )
-    if column.dtype.kind != "O":
-        return column.dtype.kind in "USTb"
+    if values.dtype.kind != "O":
+        return values.dtype.kind in "USTb"
     return not all(word is None or (isinstance(word, Real) and not isinstance(word, bool)) for word in _words(column))
 
 
-def _words(column: np.ndarray) -> np.ndarray:
+def _words(column: Any) -> np.ndarray:
     """Values as objects, with None for everything that says "missing"."""
     gone = ("NAType", "NaTType")
-    words = [None if v is None or type(v).__name__ in gone or v != v else v for v in column.tolist()]
+    words = [None if v is None or type(v).__name__ in gone or v != v else v for v in np.asarray(column).tolist()]
     out = np.empty(len(words), dtype=object)
     out[:] = words
     return out

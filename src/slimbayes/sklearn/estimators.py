@@ -16,9 +16,10 @@ from sklearn.utils.validation import check_array, column_or_1d
 from torch import nn
 
 from slimbayes.errors import brief
+from slimbayes.models.tables import Noise, WithNoise
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.sklearn.base import TableEstimator
-from slimbayes.sklearn.network import Noise, Targets, build, join_equal_rows
+from slimbayes.sklearn.network import build, join_equal_rows
 from slimbayes.train.likelihoods import LikelihoodName
 
 
@@ -36,7 +37,7 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         missing: "refuse" raises on missing values and on categories that training did not see; "impute" fills numbers
             with their median, beside a column that says where, and gives such categories a value of their own.
         scaling: of numbers: "quantile" (to a normal distribution, by ranks), "standard" or "none".
-        epochs, batch_size, lr, weight_decay, kl_weight: of training with AdamW on the ELBO. By default batches have 16
+        epochs, batch_size, lr, weight_decay, kl_weight: of training with AdamW on the ELBO. By default batches have 32
             to 256 rows.
         validation_fraction: rows held out of training, if there are 40 or more; training stops when their likelihood
             has not risen for `patience` epochs, and takes the best epoch's weights.
@@ -58,12 +59,7 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
         """One epoch over these rows; the first call learns columns and scales, and needs all `classes`."""
-        if classes is not None and not hasattr(self, "network_"):
-            self._announced = np.unique(classes)
-        try:
-            return self._partial_fit(X, y, sample_weight)
-        finally:
-            self.__dict__.pop("_announced", None)
+        return self._partial_fit(X, y, sample_weight, classes)
 
     def prediction(self, X: Any) -> Prediction:
         """Everything about the predictions of N rows: members, draws, aleatoric and epistemic uncertainty."""
@@ -82,7 +78,7 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         best = self.predict_proba(X).argmax(1)
         return cast(np.ndarray, self.classes_[best])
 
-    def _learn_targets(self, y: Any, weight: np.ndarray) -> np.ndarray:
+    def _learn_targets(self, y: Any, weight: np.ndarray, classes: Any) -> np.ndarray:
         labels = column_or_1d(y, warn=True)
         assert_all_finite(labels, input_name="y")
         try:
@@ -91,9 +87,9 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         except TypeError:
             kinds = sorted({type(label).__name__ for label in labels.tolist()})
             raise ValueError(f"Labels must be of one type, got {', '.join(kinds)}; rows without one must go.") from None
-        self.classes_ = getattr(self, "_announced", known)
+        self.classes_ = known if classes is None else np.unique(classes)
         counting = len(np.unique(labels[weight > 0]))
-        if len(self.classes_) < 2 or (counting < 2 and not hasattr(self, "_announced")):
+        if len(self.classes_) < 2 or (counting < 2 and classes is None):
             raise ValueError(f"Labels of at least two classes are needed, got {counting} class.")
         return self._code_targets(labels)
 
@@ -164,7 +160,7 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     def _shaped(self, values: torch.Tensor) -> np.ndarray:
         return (values if self._many else values[:, 0]).cpu().double().numpy()
 
-    def _learn_targets(self, y: Any, weight: np.ndarray) -> np.ndarray:
+    def _learn_targets(self, y: Any, weight: np.ndarray, classes: Any) -> np.ndarray:
         targets = self._checked(y)
         self._many = targets.ndim == 2
         rows = targets.reshape(len(targets), -1)
@@ -191,13 +187,13 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
             wanted = "'heteroscedastic', 'learned' or a positive standard deviation"
             raise ValueError(f"noise must be {wanted}, got {noise!r}.")
         network = build(self.module, numbers, sizes, targets * (2 if noise == "heteroscedastic" else 1))
-        return Targets(network, targets, noise), network
+        return WithNoise(network, targets, noise), network
 
     def _meaning(self) -> tuple[LikelihoodName, float | torch.Tensor]:
-        targets = cast(Targets, self.network_)  # as fitted: `set_params` changes the next fit, not this one
-        if isinstance(targets.noise, str):
+        network = cast(WithNoise, self.network_)  # as fitted: `set_params` changes the next fit, not this one
+        if isinstance(network.noise, str):
             return "heteroscedastic_gaussian", 1.0
-        return "gaussian", torch.as_tensor(targets.noise / self.y_std_)
+        return "gaussian", torch.as_tensor(network.noise / self.y_std_)
 
     def _strata(self, y: np.ndarray, held: int) -> None:
         return None

@@ -1,13 +1,12 @@
-"""The network behind an estimator: one of the user's, or dense layers with embeddings of categories; and the rows that
-it sees.
+"""The network behind an estimator: one of the user's, or of ours for tables; and the rows that it sees.
 
-Sizes: N rows, B of a batch, d columns of numbers, c columns of codes, S draws.
+Sizes: N rows, B of a batch, S draws.
 """
 
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,115 +14,14 @@ from torch import Tensor, nn
 
 from slimbayes.distributions.families import Normal
 from slimbayes.distributions.scales import dropout_scale
-from slimbayes.models.feedforward import start_kernels
+from slimbayes.models.tables import table_net
 from slimbayes.posteriors.configs.base import Config
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.posteriors.configs.whole_modules import Ensemble
 from slimbayes.prediction.averages import log_at
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
 
-Noise = float | Literal["heteroscedastic", "learned"]
 Module = nn.Module | Callable[[int, int], nn.Module] | Sequence[int] | None
-
-
-# A scale by itself takes as many steps of Adam as it has learning rates to go; a network's outputs take far fewer.
-_GAIN = 10.0
-
-
-class TableNet(nn.Sequential):
-    """Dense layers `dense1`, `dense2`, ... with ReLU and the last one, `head`; `table` embeds categories, of which
-    `sizes` says how many codes each column has.
-
-    Shape: (B, d + c) numbers, then codes of categories -> (B, outputs).
-    """
-
-    def __init__(self, numbers: int, sizes: Sequence[int], outputs: int, hidden: Sequence[int] = (128, 128)) -> None:
-        table = Embedded(numbers, sizes)
-        super().__init__()
-        if sizes:
-            self.add_module("table", table)
-        width = table.width
-        for i, units in enumerate(hidden, 1):
-            self.add_module(f"dense{i}", nn.Linear(width, units))
-            self.add_module(f"relu{i}", nn.ReLU())
-            width = units
-        self.add_module("head", Head(width, outputs))
-        self.init_weights()
-
-    def init_weights(self) -> None:
-        """Start anew, as the members of an ensemble do."""
-        start_kernels(self, kinds=(nn.Linear,))
-        for module in self.modules():
-            if isinstance(module, Head | Embedded):
-                module.init_weights()
-
-
-table_net = TableNet  # as configs call it
-
-
-class Head(nn.Linear):
-    """A last layer that starts with outputs of about one, and its copies in an ensemble too."""
-
-    def init_weights(self) -> None:
-        nn.init.normal_(self.weight, std=self.in_features**-0.5)
-        nn.init.zeros_(self.bias)
-
-
-class Embedded(nn.Module):
-    """Numbers as they are, and codes of categories as vectors of some 1.6 n^0.56 numbers for n of them.
-
-    Shape: (B, d + c) -> (B, width).
-    """
-
-    def __init__(self, numbers: int, sizes: Sequence[int]) -> None:
-        super().__init__()
-        widths = [min(16, round(1.6 * size**0.56)) for size in sizes]
-        self.numbers, self.width = numbers, numbers + sum(widths)
-        self.sizes = tuple(sizes)
-        self.words = nn.ModuleList(nn.Embedding(size, width) for size, width in zip(sizes, widths))
-
-    def init_weights(self) -> None:
-        for table in self.words:
-            nn.init.normal_(table.get_parameter("weight"), std=0.5)
-            nn.init.zeros_(table.get_parameter("weight")[0])
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = [x[:, : self.numbers]]
-        for j, table in enumerate(self.words):
-            # Clamped, since whether rows keep apart is found out with other numbers than those of the table.
-            parts.append(table(x[:, self.numbers + j].long().clamp(0, self.sizes[j] - 1)))
-        return torch.cat(parts, 1)
-
-
-class Targets(nn.Module):
-    """Outputs of a network as means of T real targets, and raw noise scales where these are not given.
-
-    Args:
-        noise: "heteroscedastic" takes both from the network's 2 T outputs; "learned" adds one scale for each target,
-            which is trained; a number is a standard deviation that needs no scale.
-
-    Shape: (B, T) or (B, 2 T) -> (B, T, 2), or (B, T) where the noise is a number.
-    """
-
-    def __init__(self, network: nn.Module, targets: int, noise: Noise) -> None:
-        super().__init__()
-        self.network, self.targets, self.noise = network, targets, noise
-        self.raw = nn.Parameter(torch.zeros(targets)) if noise == "learned" else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.network(x)
-        needed = self.targets * (2 if self.noise == "heteroscedastic" else 1)
-        if out.shape[-1] != needed:
-            each = "a mean and a raw scale for each" if needed > self.targets else "one for each"
-            raise ValueError(
-                f"The network gives {out.shape[-1]} outputs for a row, but {needed} are needed: {each} of "
-                f"{self.targets} targets (noise={self.noise!r})."
-            )
-        if self.noise == "heteroscedastic":
-            return out.unflatten(-1, (self.targets, 2))
-        if self.raw is None:
-            return out
-        return torch.stack([out, (_GAIN * self.raw).to(out.dtype).expand_as(out)], -1)
 
 
 def build(module: Module, numbers: int, sizes: Sequence[int], outputs: int) -> nn.Module:
@@ -138,7 +36,7 @@ def build(module: Module, numbers: int, sizes: Sequence[int], outputs: int) -> n
     widths = (128, 128) if module is None else module
     if isinstance(widths, str) or not all(isinstance(width, int) and width > 0 for width in widths):
         raise ValueError(f"module must be a torch.nn.Module, a function that builds one or widths, got {module!r}.")
-    return TableNet(numbers, sizes, outputs, widths)
+    return table_net(numbers, sizes, outputs, widths)
 
 
 @torch.no_grad()
@@ -185,14 +83,14 @@ def join_equal_rows(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> TableRo
     return TableRows(x[first], y[first], np.bincount(same.ravel(), weight))
 
 
-def default_method(own: bool) -> Rank1 | dict[str, Config]:
-    """Rank-1 factors with wide starts and prior, and in our own networks a head of its own for each member.
+def default_method(ours: bool) -> Rank1 | dict[str, Config]:
+    """Rank-1 factors with wide starts and prior, and in networks of ours a head of its own for each member.
 
     Chosen by held-out likelihood on four small sets (benchmarks/tables.py --choose).
     """
     start, prior = Normal(1.0, 0.5), Normal(1.0, 0.3)
     factors = Rank1(members=8, mean_init=start, prior=prior, scale_init=dropout_scale(0.05))
-    return {"dense.*": factors, "head": Ensemble(members=8)} if own else factors
+    return {"dense.*": factors, "head": Ensemble(members=8)} if ours else factors
 
 
 def batch_size(rows: int) -> int:

@@ -154,9 +154,7 @@ NETWORKS = (
     _named("resnet50", "classes", small_images=(bool, False)),
     _named("imdb_lstm", "vocabulary", embedding=(Size, 128), units=(Size, 128)),
     _named("mortality_lstm", "vocabulary", embedding=(Size, 32), units=(Size, 512), hidden=(Size, 512)),
-)
-TABLE_NET = _named(
-    "table_net", "numbers", "sizes", "outputs", home="slimbayes.sklearn.network", hidden=(_Widths, (128, 128))
+    _named("table_net", "numbers", "sizes", "outputs", hidden=(_Widths, (128, 128))),
 )
 AUGMENTATIONS = (
     _named(

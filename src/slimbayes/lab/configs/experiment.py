@@ -21,7 +21,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from slimbayes.errors import brief, did_you_mean
-from slimbayes.lab.configs.choices import AUGMENTATIONS, NETWORKS, TABLE_NET, Choice, Named, OneOf, Options, choices
+from slimbayes.lab.configs.choices import AUGMENTATIONS, NETWORKS, Choice, Named, OneOf, Options, choices
 from slimbayes.lab.configs.own import OwnFiles, PythonNet
 from slimbayes.lab.configs.train import Count, Positive, Train
 from slimbayes.posteriors import METHODS
@@ -166,7 +166,7 @@ class Experiment(Options):
     name: Name
     seed: Seed = 0
     data: Data
-    model: Annotated[Named | PythonNet, OneOf((*NETWORKS, TABLE_NET, PythonNet))]
+    model: Annotated[Named | PythonNet, OneOf((*NETWORKS, PythonNet))]
     method: Annotated[Choice | ByName, OneOf((*_METHODS, ByName))]
     include: Pattern | None = None
     exclude: Pattern | None = None

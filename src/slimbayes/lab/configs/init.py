@@ -114,10 +114,11 @@ def _table(path: Path, target: str | None, header: bool | None) -> Plan:
     doubtful = column.kind == "number" and column.whole and 2 < len(column.values) <= FEW
     classes = target_is_class(column, path, "classes" if doubtful else None)
     dropped = {n: why for n, c in found.columns.items() if n != name and (why := _unusable(found, c))}
+    by_default = ". The last column: --target chooses" if target is None else ""
     data = [
         f"  {'csv' if csv else 'parquet'}: {_quoted(str(path))}  # {found.rows:,} rows",
-        f"  target: {_quoted(name)}  # {_values(column)}" + (". The last column: --target chooses" * (target is None)),
-        f"  task: {'classes' if classes else 'regression'}" + ("  # regression, if they are counts" * doubtful),
+        f"  target: {_quoted(name)}  # {_values(column)}{by_default}",
+        f"  task: {'classes' if classes else 'regression'}{'  # regression, if they are counts' if doubtful else ''}",
     ]
     data += [f"  header: {str(found.header).lower()}"] if csv else []
     data += ["  decimal: comma  # in '1,5' it parts the fraction, not thousands"] if found.decimal == "comma" else []
@@ -148,21 +149,21 @@ def _unusable(found: TableFile, column: Column) -> str:
         and (lower in ("id", "index", "unnamed: 0") or lower[-3:] == "_id" or nameless)
     ):
         return "it numbers the rows"
-    first = column.odd[1]
     try:
-        feature_kind(found, column)
+        feature_kind(column, found.file)
         return ""
     except ValueError:
-        if column.kind != "date" and column.dressed:
-            return f"numbers with signs, such as {_quoted(first[:40])}: take the signs out to use them"
-        if column.kind != "date":
-            line = f"line {column.odd[0]}: {_quoted(first[:40])}"
-            return f"texts that hardly repeat, or a few texts among numbers ({line}): mend these to use it"
-    try:
-        days_of(first)
-    except ValueError as error:
-        return f"dates, but {_quoted(first[:40])} {error}"
-    return "dates; used, if not dropped, with `dates: encode`"
+        line, first = column.odd
+        shown = _quoted(first[:40])
+    if column.kind == "date":
+        try:
+            days_of(first)
+        except ValueError as error:
+            return f"dates, but {shown} {error}"
+        return "dates; used, if not dropped, with `dates: encode`"
+    if column.dressed:
+        return f"numbers with signs, such as {shown}: take the signs out to use them"
+    return f"texts that hardly repeat, or a few texts among numbers (line {line}: {shown}): mend these to use it"
 
 
 def _values(column: Column) -> str:
@@ -204,7 +205,7 @@ def _pictures(path: Path) -> Plan:
         raise ConfigError(f"{path} must hold a folder of pictures for each class.")
     some = [decode(file).shape for file in folder.paths[:: max(1, len(folder) // 16)]]
     size = int(min(224, np.median([min(shape[1:]) for shape in some])))
-    names = ", ".join(map(_quoted, folder.classes[:_SHOWN])) + (", ..." * (len(folder.classes) > _SHOWN))
+    names = ", ".join(map(_quoted, folder.classes[:_SHOWN])) + (", ..." if len(folder.classes) > _SHOWN else "")
     data: list[Any] = [
         f"  images: {_quoted(str(path))}  # {len(folder):,} pictures of {len(folder.classes)} classes: {names}",
         f"  image_size: {size}  # pixels; the middle square of each picture is taken",

@@ -7,19 +7,19 @@ model: {python: "my_package.nets:build", args: {width: 64}}
 from __future__ import annotations
 
 import inspect
-import pathlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from slimbayes.data.cells import Kind
-from slimbayes.data.table_files import MOST_VALUES, Column, TableFile
+from slimbayes.data.cells import Decimal, Kind
+from slimbayes.data.table_files import MOST_VALUES, Column
 from slimbayes.errors import brief, did_you_mean
 from slimbayes.lab.configs.choices import Options
 
@@ -37,7 +37,7 @@ def _function(text: str) -> str:
     return text
 
 
-Path = Annotated[str, Field(min_length=1, max_length=4000), AfterValidator(_no_controls)]
+PathText = Annotated[str, Field(min_length=1, max_length=4000), AfterValidator(_no_controls)]
 ColumnName = Annotated[str, Field(min_length=1, max_length=1000)]
 SOURCES = ("csv", "parquet", "npz", "images")
 _OF_TABLES = ("target", "header", "categories", "drop", "missing", "decimal", "dates")
@@ -64,17 +64,17 @@ class OwnFiles(Options):
         test: share of the rows that is tested on, where the data do not say; drawn by `seed`, or the last.
     """
 
-    csv: Path | None = None
-    parquet: Path | None = None
-    npz: Path | None = None
-    images: Path | None = None
+    csv: PathText | None = None
+    parquet: PathText | None = None
+    npz: PathText | None = None
+    images: PathText | None = None
     target: ColumnName | None = None
     task: Literal["classes", "regression"] | None = None
     header: bool | None = None
     categories: tuple[ColumnName, ...] = ()
     drop: tuple[ColumnName, ...] = ()
     missing: Literal["refuse", "impute"] = "refuse"
-    decimal: Literal["point", "comma"] = "point"
+    decimal: Decimal = "point"
     dates: Literal["refuse", "encode"] = "refuse"
     test: Annotated[float, Field(gt=0, lt=1)] = 0.2
 
@@ -109,9 +109,9 @@ class OwnFiles(Options):
 FEW = 20  # whole numbers that may be classes, or may be counts
 
 
-def feature_kind(found: TableFile, column: Column, categories: Sequence[str] = (), dates: bool = False) -> Kind:
+def feature_kind(column: Column, path: Path, categories: Sequence[str] = (), dates: bool = False) -> Kind:
     """Whether a column is numbers, categories or, where they are taken, dates; what is neither is refused."""
-    place = f"{found.file}, column {brief(column.name)}"
+    place = f"{path}, column {brief(column.name)}"
     if column.name in categories:
         return "word"
     if column.kind == "date" and not dates:
@@ -155,7 +155,7 @@ def _refuse_signs(column: Column, place: str, unless: str) -> None:
         )
 
 
-def target_is_class(column: Column, path: pathlib.Path, task: str | None) -> bool:
+def target_is_class(column: Column, path: Path, task: str | None) -> bool:
     """Whether a target is a class: as `task` says, or as its values show."""
     place = f"{path}, column {brief(column.name)}, the target,"
     if column.missing:
@@ -236,7 +236,7 @@ class PythonNet(Options):
 def _find_function(place: str) -> Callable[..., Any]:
     """The function at "package.module:function"."""
     module_name, _, name = place.partition(":")
-    here = str(pathlib.Path.cwd())
+    here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)  # at the end: what is installed cannot be replaced by a file that lies about
     try:
@@ -279,13 +279,14 @@ def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:
         >>> fill_in({"data": {"csv": "in/houses.csv"}, "model": {"python": "nets:build"}})["data"]
         {'scaling': 'quantile', 'csv': 'in/houses.csv', 'name': 'houses'}
     """
-    data, model = tree.get("data"), tree.get("model")
+    filled, data, model = dict(tree), tree.get("data"), tree.get("model")
     if isinstance(data, dict):
+        filled["data"] = ({"scaling": "quantile"} if {"csv", "parquet"} & data.keys() else {}) | data
+        if isinstance(data.get("target"), int):  # a column without a name
+            filled["data"]["target"] = str(data["target"])
         paths = [data[kind] for kind in SOURCES if isinstance(data.get(kind), str)]
-        usual = {"scaling": "quantile"} if {"csv", "parquet"} & data.keys() else {}
-        numbers = {n: str(data[n]) for n in ("target",) if isinstance(data.get(n), int)}
-        named = {"name": pathlib.PurePath(paths[0]).stem[:200] or "data"} if paths and not data.get("name") else {}
-        data = usual | data | numbers | named
+        if paths and not data.get("name"):
+            filled["data"]["name"] = PurePath(paths[0]).stem[:200] or "data"
     if isinstance(model, dict) and "python" in model:
-        model = {"kind": "code"} | model
-    return {**tree} | {name: value for name, value in (("data", data), ("model", model)) if name in tree}
+        filled["model"] = {"kind": "code"} | model
+    return filled

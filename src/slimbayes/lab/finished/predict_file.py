@@ -11,10 +11,8 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-import math
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +23,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data import Split
-from slimbayes.data.archives import npy_header
+from slimbayes.data.archives import DAMAGE, npy_blocks
 from slimbayes.data.cells import Allow, number_in
 from slimbayes.data.folders import ENDINGS, decode, read_square
 from slimbayes.data.table_files import cell_lines, number_blocks
@@ -33,7 +31,7 @@ from slimbayes.files import replacing
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.runs.predictor import Predictor
 from slimbayes.lab.runs.trained import read_predictor
-from slimbayes.lab.tasks.intake import check_names
+from slimbayes.lab.tasks.rows import check_names
 from slimbayes.lab.tasks.task import Task
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.likelihoods import LIKELIHOODS
@@ -42,9 +40,7 @@ from slimbayes.untrusted import check_regular
 Columns = dict[str, np.ndarray]  # names and (n,) values
 # Rows of a folder. The decoder takes ENDINGS and refuses the others: to pass one over would shift all rows after it.
 _IMAGES = (*ENDINGS, ".webp", ".bmp", ".gif", ".tif", ".tiff")
-_BYTES = 1 << 22  # of a block of an array
 _TOGETHER = 64  # images of a block
-DAMAGE = (ValueError, TypeError, OSError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
 def predict_file(
@@ -58,20 +54,27 @@ def predict_file(
     if output.suffix not in (".csv", ".json", ".npz"):
         raise ValueError(f"Predictions go to .csv, .json or .npz, got {output}.")
     predictor = read_predictor(run, Execution(accelerator=accelerator).device)
-    classes, size = predictor.task.classes, predictor.experiment.evaluate.batch
-    batches = ((x, x.new_zeros(len(x))) for x in regrouped(_rows(inputs, predictor), size))
-    found = predictor.predict_batches(batches, f"the rows of {inputs}", "predict", [draws])
-    return write_columns(output, (as_columns(made[draws], classes, level) for made, _ in found))
+    batches = regrouped(_rows(inputs, predictor), predictor.experiment.evaluate.batch)
+    return write_columns(output, predicted(predictor, batches, f"the rows of {inputs}", draws, level))
+
+
+def predicted(
+    predictor: Predictor, batches: Iterable[Tensor], what: str, draws: int, level: float | None
+) -> Iterator[Columns]:
+    """Predictions of batches of rows as the network takes them; `what` they are called in errors."""
+    untold = ((x, x.new_zeros(len(x))) for x in batches)  # targets, which nobody looks at
+    for made, _ in predictor.predict_batches(untold, what, "predict", [draws]):
+        yield as_columns(made[draws], predictor.task.classes, level)
 
 
 def _rows(inputs: Path, predictor: Predictor) -> Iterator[Tensor]:
     """Rows of a file as the network takes them, read as the run's own data were."""
     data, task, first = predictor.experiment.data, predictor.task, 0
-    blocks = (
-        row_blocks(inputs, task.columns, data.allow_nonfinite, data.image_size if data.images else None)
-        if task.own is None
-        else task.own.blocks(inputs)
-    )
+    if task.reader is not None:
+        blocks = task.reader.blocks(inputs)
+    else:
+        size = data.image_size if data.images else None
+        blocks = row_blocks(inputs, task.columns, data.allow_nonfinite, size)
     for block in blocks:
         yield check_and_fit(block, task, str(inputs), first, data.allow_nonfinite)
         first += len(block)
@@ -124,27 +127,9 @@ def _array_blocks(file: Path) -> Iterator[Tensor]:
                 if "x" not in names and len(names) != 1:
                     raise ValueError(f"it has the arrays {', '.join(names) or 'none'}, and needs one named x")
                 stream = stack.enter_context(archive.open(f"{'x' if 'x' in names else names[0]}.npy"))
-            yield from blocks_of(stream)
+            yield from npy_blocks(stream)
         except DAMAGE as error:
             raise ValueError(f"{file} cannot be read: {error}.") from error
-
-
-def blocks_of(stream: IO[bytes]) -> Iterator[Tensor]:
-    """The array of a .npy stream in blocks of rows."""
-    shape, fortran, dtype = npy_header(stream)
-    if dtype.hasobject or not shape or min(shape) < 0:
-        raise ValueError("an array of rows of numbers is needed")
-    rows, row = shape[0], dtype.itemsize * math.prod(shape[1:])
-    size = rows if fortran else max(1, _BYTES // max(1, row))  # whose columns come first is read at once
-    for start in range(0, max(1, rows), max(1, size)):
-        count = min(size, rows - start)
-        data = stream.read(count * row)
-        if len(data) != count * row:
-            raise ValueError(f"it ends before its last row, of {rows:,}")
-        block = np.frombuffer(data, dtype).reshape((count, *shape[1:]), order="F" if fortran else "C")
-        yield torch.from_numpy(np.array(block, dtype.newbyteorder("="), order="C"))
-    if stream.read(1):  # of an archive, this looks at the checksum too
-        raise ValueError("it goes on after its last row")
 
 
 def _image_blocks(path: Path, read: Callable[[Path], Tensor]) -> Iterator[Tensor]:
@@ -191,7 +176,7 @@ def check_and_fit(x: Tensor, task: Task, source: str, first: int = 0, allow_nonf
             f"{source}: each row must have shape {tuple(like.shape[1:])}, as in training, got {tuple(x.shape[1:])}."
         )
     if not allow_nonfinite:
-        _refuse(~x.isfinite(), first, f"{source}: row {{}} holds NaN or infinity, so nothing can be said about it.")
+        _refuse(~x.isfinite(), first, source, "NaN or infinity, so nothing can be said about it")
     if task.images and x.is_floating_point():
         low, high = float(x.min()), float(x.max())
         if low < 0 or high > 1:
@@ -200,7 +185,7 @@ def check_and_fit(x: Tensor, task: Task, source: str, first: int = 0, allow_nonf
     if not like.is_floating_point():  # bytes and words
         most, wide = 255 if like.dtype == torch.uint8 else task.vocabulary - 1, x.double()
         outside = (wide != wide.round()) | (wide < 0) | (wide > most)
-        _refuse(outside, first, f"{source}: row {{}} holds other numbers than the whole ones from 0 to {most}.")
+        _refuse(outside, first, source, f"other numbers than the whole ones from 0 to {most}")
     return x.to(like.dtype)
 
 
@@ -213,10 +198,11 @@ def _as_images(x: Tensor, shape: torch.Size) -> Tensor:
     return x.unsqueeze(1) if x.dim() == 3 and shape[0] == 1 else x
 
 
-def _refuse(bad: Tensor, first: int, message: str) -> None:
+def _refuse(bad: Tensor, first: int, source: str, what: str) -> None:
+    """Name the first row with something bad in it, if there is one."""
     found = bad.flatten(1).any(1).nonzero()
     if len(found):
-        raise ValueError(message.format(first + int(found[0])))
+        raise ValueError(f"{source}: row {first + int(found[0])} holds {what}.")
 
 
 # --- what is written ---

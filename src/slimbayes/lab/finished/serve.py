@@ -44,7 +44,7 @@ from slimbayes.lab.finished.predict_file import Columns
 from slimbayes.lab.finished.serve_model import Served, open_model
 from slimbayes.lab.finished.serve_rows import BODY, Limits, body_of, read_request, write_answer
 
-_FEWEST, _MOST = 2.0, 512.0
+_FEWEST, _MOST = 2.0, 512.0  # requests that are let in together
 _BUSY = "Too many requests wait: try again soon."
 
 
@@ -215,8 +215,7 @@ def build_app(model: Served, limits: Limits = Limits(), key: str | None = None) 
         queue.thread.shutdown(wait=False)
         print(f"{queue.answered} of {queue.accepted} accepted requests were answered.", file=sys.stderr)
 
-    app = FastAPI(title="slimbayes", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-
+    app = FastAPI(title="slimbayes", docs_url=None, redoc_url=None, lifespan=lifespan)
     guard = Guard(app, key, limits.wait)
 
     @app.exception_handler(StarletteError)
@@ -239,15 +238,11 @@ def build_app(model: Served, limits: Limits = Limits(), key: str | None = None) 
             requests.labels(status).set(count)
         return Response(prometheus.generate_latest(counts), media_type="text/plain; version=0.0.4")
 
-    @app.get("/openapi.json")
-    async def interface() -> dict[str, Any]:
-        return app.openapi()
-
     @app.post("/predict", openapi_extra=BODY)
     async def predict(request: Request) -> Response:
         start = time.perf_counter()
         body, kind = await body_of(request, limits), request.headers.get("content-type", "")
-        (rows, notes), draws, level = read_request(body, kind, request.query_params, model, limits)
+        rows, notes, draws, level = read_request(body, kind, request.query_params, model, limits)
         try:
             found = await asyncio.wait_for(queue.ask(rows, draws, level), limits.answer)
         except Busy:

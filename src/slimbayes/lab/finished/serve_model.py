@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,15 +17,13 @@ from slimbayes.data import Split
 from slimbayes.errors import brief
 from slimbayes.lab.configs.own import OwnCodeError, code_is_allowed
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.finished.predict_file import Columns, as_columns, check_and_fit
+from slimbayes.lab.finished.predict_file import Columns, check_and_fit, predicted
 from slimbayes.lab.runs.folder import RunError
-from slimbayes.lab.runs.trained import own_columns, read_predictor
-from slimbayes.lab.tasks.intake import check_names
+from slimbayes.lab.runs.trained import read_predictor
+from slimbayes.lab.tasks.own_table import TableReader
+from slimbayes.lab.tasks.rows import check_names
 from slimbayes.prediction.export import SUMMARIES
 from slimbayes.untrusted import check_regular, parse_json
-
-if TYPE_CHECKING:
-    from slimbayes.lab.tasks.own_table import OwnColumns
 
 _TYPES = {"float": "float32", "double": "float64", "int64": "int64", "int32": "int32", "uint8": "uint8"}  # ONNX's
 Named = dict[str, list[Any]]  # rows' values by column's name
@@ -37,26 +35,26 @@ class Served:
     row: tuple[int, ...]  # shape of one
     draws: int | None = None  # of each member by default, where a request may choose them
     names: tuple[str, ...] = ()  # of the columns of rows of numbers, where they have some
-    own: OwnColumns | None = None  # how rows of a table of one's own are read
+    reader: TableReader | None = None  # how rows of a table of one's own are read
 
     @property
     def columns(self) -> dict[str, str]:
         """What the columns of a row hold, by name, where rows have names."""
-        return dict.fromkeys(self.names, "number") if self.own is None else dict(self.own.kinds)
+        return dict.fromkeys(self.names, "number") if self.reader is None else dict(self.reader.kinds)
 
     def check(self, rows: np.ndarray | Named) -> tuple[np.ndarray, tuple[str, ...]]:
         """Rows (N, ...), or values by column's name, as the model takes them, and what whoever asked should know of
         them; or a ValueError."""
-        if self.own is None:
+        if self.reader is None:
             x = self.fitted(_array(rows, self.names))
             if len(bad := np.argwhere(~np.isfinite(x))):
                 raise ValueError(f"rows: row {bad[0, 0]} holds NaN or infinity, or a number beyond single precision.")
             return x, ()
         if not isinstance(rows, dict):
             some = {"number": 1.5, "word": "text", "date": "2024-01-31"}
-            example = {name: some[kind] for name, kind in self.own.kinds.items()}
+            example = {name: some[kind] for name, kind in self.reader.kinds.items()}
             raise ValueError(f"rows: each must have its columns' names, as in {brief(example)}.")
-        made, notes = self.own.rows(rows)
+        made, notes = self.reader.rows(rows)
         return made.numpy(), notes
 
     def fitted(self, rows: np.ndarray) -> np.ndarray:
@@ -75,16 +73,14 @@ class RunModel(Served):
         self.predictor, self.draws = read_predictor(folder, Execution(accelerator=accelerator).device), draws
         task = self.predictor.task
         assert isinstance(task.test, Split)
-        self.row, self.names, self.own = tuple(task.test.x.shape[1:]), task.columns, task.own
+        self.row, self.names, self.reader = tuple(task.test.x.shape[1:]), task.columns, task.reader
         self.predict(np.zeros((2, *self.row), np.float32), draws, None)  # rows are located before anyone waits
 
     def fitted(self, rows: np.ndarray) -> np.ndarray:
         return check_and_fit(torch.as_tensor(rows), self.predictor.task, "rows").numpy()
 
     def predict(self, rows: np.ndarray, draws: int, level: float | None) -> Columns:
-        x = torch.as_tensor(rows)
-        made, _ = next(self.predictor.predict_batches([(x, x.new_zeros(len(x)))], "the rows", "predict", [draws]))
-        return as_columns(made[draws], self.predictor.task.classes, level)
+        return next(predicted(self.predictor, [torch.as_tensor(rows)], "the rows", draws, level))
 
 
 class ExportedModel(Served):
@@ -96,8 +92,8 @@ class ExportedModel(Served):
         try:
             (name,) = about["inputs"]
             self.row, outputs = tuple(map(int, about["inputs"][name][1:])), tuple(about["outputs"])
-            self.own = own_columns(about.get("own"))
-        except (KeyError, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
+            self.reader = TableReader.from_dict(about.get("own"))
+        except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
             raise RunError(f"{file} was not written by sb.export, or takes several inputs.") from error
         if outputs != SUMMARIES:
             raise RunError(f"{file} gives draws, no predictions: export it with likelihood=.")

@@ -12,15 +12,16 @@ import asyncio
 import io
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from fastapi import HTTPException, Request
 
+from slimbayes.data.archives import DAMAGE, npy_blocks
 from slimbayes.errors import brief, cut
-from slimbayes.lab.finished.predict_file import DAMAGE, Columns, blocks_of
+from slimbayes.lab.finished.predict_file import Columns
 from slimbayes.lab.finished.serve_model import Named, Served
 from slimbayes.untrusted import parse_json
 
@@ -78,17 +79,19 @@ def media(kind: str) -> str:
 
 def read_request(
     body: bytes, kind: str, query: Mapping[str, str], model: Served, limits: Limits
-) -> tuple[tuple[np.ndarray, tuple[str, ...]], int, float | None]:
-    """Rows, and notes on them, draws and level of a request, from its body or its address."""
-    readers: dict[str, Callable[[bytes, int], tuple[np.ndarray | Named, dict[str, Any]]]]
-    readers = {NPY: _npy, ARROW: _arrow, JSON: _json, "": _json}
-    if media(kind) not in readers:
+) -> tuple[np.ndarray, tuple[str, ...], int, float | None]:
+    """Rows as the model takes them, notes on them, draws and level of a request, from its body or its address."""
+    kind = media(kind) or JSON
+    if kind not in (JSON, NPY, ARROW):
         raise HTTPException(415, f"Rows come as {JSON}, {NPY} or {ARROW}.")
-    options: dict[str, Any] = {}
     try:
         options = {name: parse_json(value) for name, value in query.items()}
-        rows, more = readers[media(kind)](body, limits.rows)
-        options |= more
+        rows: np.ndarray | Named
+        if kind == JSON:
+            rows, more = _json(body)
+            options |= more
+        else:
+            rows = _npy(body) if kind == NPY else _arrow(body, limits.rows)
         if unknown := sorted(set(options) - {*_OPTIONS}):
             raise ValueError(f"unknown key {brief(unknown[0])}; known are rows, draws and level")
     except (ValueError, RecursionError) as error:
@@ -97,10 +100,10 @@ def read_request(
     if not 1 <= count <= limits.rows:
         raise HTTPException(422, f"rows: from 1 to {limits.rows:,} rows are answered, got {count:,}.")
     try:
-        checked = model.check(rows)
+        taken, notes = model.check(rows)
     except (ValueError, RuntimeError, TypeError) as error:
         raise HTTPException(422, cut(str(error))) from error
-    return checked, _draws(options, model, limits.draws), _level(options, model)
+    return taken, notes, _draws(options, model, limits.draws), _level(options, model)
 
 
 def write_answer(found: Columns, accept: str, notes: Sequence[str]) -> tuple[bytes, str]:
@@ -132,9 +135,9 @@ def _npy_of(found: Columns) -> bytes:
 # --- bodies ---
 
 
-def _npy(body: bytes, most: int) -> tuple[np.ndarray, dict[str, Any]]:
+def _npy(body: bytes) -> np.ndarray:
     """The array of a .npy body, of which no more is read, or made room for, than it has bytes."""
-    blocks = blocks_of(io.BytesIO(body))
+    blocks = npy_blocks(io.BytesIO(body))
     try:
         rows = next(blocks).numpy()
         more = next(blocks, None) is not None
@@ -142,10 +145,11 @@ def _npy(body: bytes, most: int) -> tuple[np.ndarray, dict[str, Any]]:
         raise ValueError("the body is no .npy array of rows of numbers") from error
     if more or rows.dtype.kind not in "iuf":
         raise ValueError("rows must be a .npy array of numbers, as many as it says")
-    return rows, {}
+    return rows
 
 
-def _json(body: bytes, most: int) -> tuple[np.ndarray | Named, dict[str, Any]]:
+def _json(body: bytes) -> tuple[np.ndarray | Named, dict[str, Any]]:
+    """Rows, and what stands beside them."""
     options = parse_json(body)
     if not isinstance(options, dict) or "rows" not in options:
         raise ValueError('an object with "rows" is needed')
@@ -166,8 +170,8 @@ def _by_name(rows: list[dict[str, Any]]) -> Named:
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def _arrow(body: bytes, most: int) -> tuple[Named, dict[str, Any]]:
-    """The columns of an Arrow stream."""
+def _arrow(body: bytes, most: int) -> Named:
+    """The columns of an Arrow stream of at most so many rows."""
     arrow = _pyarrow()
     try:
         _refuse_compressed(body, arrow)
@@ -183,7 +187,7 @@ def _arrow(body: bytes, most: int) -> tuple[Named, dict[str, Any]]:
                     found[name] += _values(column)
     except (arrow.ArrowException, struct.error, OSError, OverflowError, UnicodeDecodeError, IndexError) as error:
         raise ValueError("the body is no Arrow stream of plain columns") from error
-    return found, {}
+    return found
 
 
 def _pyarrow() -> Any:

@@ -125,7 +125,7 @@ def export_run(run: Path, file: Path, execution: Execution, draws: int = 16) -> 
         likelihood=predictor.likelihood,
         scale=scale,
         seed=key(predictor.experiment.seed, "evaluate", "predict"),
-        notes={"classes": list(task.classes), "own": None if task.own is None else task.own.facts()},
+        notes={"classes": list(task.classes), "own": None if task.reader is None else task.reader.to_dict()},
     )
 
 

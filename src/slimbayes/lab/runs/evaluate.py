@@ -23,8 +23,8 @@ from slimbayes.lab.execution import Execution, generator, key
 from slimbayes.lab.runs.predictor import Predictor
 from slimbayes.lab.runs.scores import ood_scores
 from slimbayes.lab.runs.watchers import Watcher
-from slimbayes.lab.tasks.intake import check_split
-from slimbayes.lab.tasks.task import Rows, Task, limited
+from slimbayes.lab.tasks.rows import Rows, check_split, limited
+from slimbayes.lab.tasks.task import Task
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.report.record import Evaluation, Example
 

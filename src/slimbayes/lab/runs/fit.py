@@ -33,7 +33,7 @@ from slimbayes.lab.runs.trained import load_run, write_inputs
 from slimbayes.lab.runs.training import Training
 from slimbayes.lab.runs.watchers import Bars, Ranks, Watcher
 from slimbayes.lab.tasks.intake import data_digest, open_data
-from slimbayes.lab.tasks.task import Rows
+from slimbayes.lab.tasks.rows import Rows
 from slimbayes.report.record import Diagnostics, ParameterCounts, Record, RecordError, RunCost, read, write
 
 _ROWS, _PICTURES = 128, 32  # that are looked at, and of folders, whose pictures are large

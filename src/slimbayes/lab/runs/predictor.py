@@ -19,7 +19,9 @@ from slimbayes.engine.passes import posteriors_of
 from slimbayes.lab.configs.experiment import Experiment
 from slimbayes.lab.execution import key, seed_everything
 from slimbayes.lab.runs.scores import Scores, class_scores, curve_scores, regression_scores
-from slimbayes.lab.tasks.task import Rows, Task, batches
+from slimbayes.lab.tasks.rows import Rows
+from slimbayes.lab.tasks.task import Task, batches
+from slimbayes.models.tables import WithNoise
 from slimbayes.posteriors.configs.base import Config
 from slimbayes.prediction.draws import Networks
 from slimbayes.prediction.predict import predict_prefixes
@@ -40,9 +42,7 @@ def with_noise(experiment: Experiment, facts: Mapping[str, Any], network: nn.Mod
     """A network of real targets that says their noise too, where a config has it learnt; others as they are."""
     if not isinstance(experiment.noise, str) or not _real(facts):
         return network
-    from slimbayes.sklearn.network import Targets  # needs scikit-learn, which other networks do without
-
-    return Targets(network, facts["outputs"], experiment.noise)
+    return WithNoise(network, facts["outputs"], experiment.noise)
 
 
 def _real(facts: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ names of a row, scaling, classes, vocabulary, units of real targets, likelihood,
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,10 @@ from slimbayes.files import write_json
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.runs.folder import RunError, check_data_of, check_seal, read_config
 from slimbayes.lab.runs.predictor import Predictor, likelihood_of, plain_network, with_noise
+from slimbayes.lab.tasks.own_table import TableReader
 from slimbayes.lab.tasks.task import Scaling, Task, open_task
 from slimbayes.train.likelihoods import LikelihoodName
 from slimbayes.untrusted import parse_json, read_file
-
-if TYPE_CHECKING:
-    from slimbayes.lab.tasks.own_table import OwnColumns
 
 _TYPES = {str(t)[len("torch.") :]: t for t in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)}
 
@@ -65,7 +63,7 @@ def write_inputs(folder: Path, task: Task, likelihood: LikelihoodName) -> None:
         "name": task.name, "classes": list(task.classes), "targets": list(task.train.y.shape[1:]), "real": task.real,
         "vocabulary": task.vocabulary, "likelihood": likelihood, "fills": task.fills(), "columns": list(task.columns),
     }  # fmt: skip
-    facts |= {"own": None if task.own is None else task.own.facts()}
+    facts |= {"own": None if task.reader is None else task.reader.to_dict()}
     facts |= {name: None if tensor is None else tensor.tolist() for name, tensor in tensors.items()}
     write_json(folder / "inputs.json", facts)
 
@@ -81,7 +79,7 @@ def read_predictor(folder: Path, device: torch.device) -> Predictor:
         names = ("mean", "std", "y_mean", "y_std")
         mean, std, y_mean, y_std = (None if facts[n] is None else _tensor(facts[n]) for n in names)
         columns = tuple(map(str, facts.get("columns", ())))  # runs of before they were kept have none
-        own = own_columns(facts.get("own"))
+        reader = TableReader.from_dict(facts.get("own"))
         plain = with_noise(experiment, facts["fills"], plain_network(experiment, facts["fills"], facts["name"]))
     except OSError as error:
         raise RunError(
@@ -92,7 +90,9 @@ def read_predictor(folder: Path, device: torch.device) -> Predictor:
         raise RunError(f"{file} is damaged: {brief(error)}. `slimbayes evaluate {folder}` writes it anew.") from error
     network, nothing = sb.load(plain, Path(folder) / "model").to(device), Split(x, y)
     classes, words = tuple(facts["classes"]), facts["vocabulary"]
-    task = Task(facts["name"], nothing, nothing, None, Scaling(mean, std), classes, words, y_mean, y_std, columns, own)
+    task = Task(
+        facts["name"], nothing, nothing, None, Scaling(mean, std), classes, words, y_mean, y_std, columns, reader
+    )
     return Predictor(experiment, network, task.to(device), facts["likelihood"])
 
 
@@ -100,12 +100,3 @@ def _tensor(numbers: Any) -> Tensor:
     """Numbers as they were written: in float32, unless they have more digits."""
     wide = torch.tensor(numbers, dtype=torch.float64)
     return wide.float() if torch.equal(wide, wide.float().double()) else wide
-
-
-def own_columns(facts: Any) -> OwnColumns | None:
-    """How rows of a table of one's own are read, from what a run wrote down; None where it had no table."""
-    if facts is None:
-        return None
-    from slimbayes.lab.tasks.own_table import OwnColumns  # needs scikit-learn, which other runs do without
-
-    return OwnColumns.from_facts(facts)

@@ -1,40 +1,43 @@
-"""The one door for data: rows are looked at and named by a digest before anything is trained on them.
-
-Sizes: N rows, P columns.
-"""
+"""The one door for data: sets with a name, arrays, pictures and tables of one's own, and the digest of their rows."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import zipfile
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slimbayes.data import Dataset, Split, load, load_bags
-from slimbayes.data.catalog import find
-from slimbayes.data.folders import ImageFolder
+from slimbayes.data.folders import ImageFolder, read_square
+from slimbayes.data.sources import find, root_folder
 from slimbayes.errors import brief
 from slimbayes.lab.configs.experiment import Data
 from slimbayes.lab.execution import generator
+from slimbayes.lab.tasks.own_table import read_table, real_targets
+from slimbayes.lab.tasks.rows import hold_out
+from slimbayes.untrusted import check_regular
 
 _WHOLE = 256 << 20  # bytes of a tensor that are all read
 _BLOCK, _BLOCKS = 64 << 10, 1024  # bytes of a block, and how many are read of larger ones
 _FILES = 4096  # pictures of a folder whose sizes are read
-_AT_ONCE = 1 << 20  # numbers that are looked at together
+_BYTES = 4 << 30  # of pictures in memory
 
 
 def open_data(
     chosen: Data, root: Path | str | None = None, dataset: Dataset | None = None
 ) -> tuple[Dataset, tuple[str, ...]]:
-    """The data set of a config, and the names of the splits that are trained, tested and validated on, if one is named:
-    one for all in tables."""
-    if dataset is None and chosen.source is None and chosen.name.startswith("uci/"):
-        return load(chosen.name, root), ("all",)
+    """The data set of a config, and the names of the splits that are trained, tested and, if it names one, validated
+    on; of a UCI set, whose standard splits are made of all rows, the one that has all."""
     data = dataset or _opened(chosen, root)
+    if dataset is None and "all" in data.splits:
+        return data, ("all",)
     named = (chosen.validation,) if isinstance(chosen.validation, str) else ()
     splits = ("train", "test" if "test" in data.splits else "val", *named)
     for name in splits:
@@ -54,9 +57,7 @@ def _bags(name: str, root: Path | str | None, stamps: tuple[object, ...], **bags
 
 def _opened(chosen: Data, root: Path | str | None) -> Dataset:
     if chosen.source is not None:
-        from slimbayes.lab.tasks.own_data import open_own  # needs scikit-learn, which other sets do without
-
-        return open_own(chosen, root)
+        return _open_own(*chosen.source, chosen, root)
     if chosen.bags is not None:
         files = find(chosen.name, root).files()
         stamps = tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
@@ -77,6 +78,79 @@ def digits() -> Dataset:
     x, y = x[order], y[order]
     splits = {"train": Split(x[:1000], y[:1000]), "test": Split(x[1000:], y[1000:])}
     return Dataset("digits", splits, tuple(map(str, range(10))))
+
+
+# --- data of one's own ---
+
+
+def _open_own(kind: str, path: str, chosen: Data, root: Path | str | None) -> Dataset:
+    """The data of a config that names a file of this kind: splits train and test, none of it scaled."""
+    read = {"images": _pictures, "npz": _arrays, "csv": read_table, "parquet": read_table}
+    return read[kind](_find_own(path, root), chosen)
+
+
+def _find_own(text: str, root: Path | str | None) -> Path:
+    """Where a path leads from here or, if nothing is there, from the data folder."""
+    folders = [Path.cwd()]
+    if root is not None or os.environ.get("SLIMBAYES_DATA"):
+        folders.append(root_folder(root))
+    found = next((place for folder in folders if (place := folder / os.path.expanduser(text)).exists()), None)
+    if found is None:
+        raise FileNotFoundError(f"{brief(text)} is not there, seen from {' or '.join(map(str, folders))}.")
+    return found
+
+
+def _splits(found: list[Split], chosen: Data) -> dict[str, Split]:
+    """Rows to train and to test on, as they are or, of one split, as the config says."""
+    train, test = found if len(found) == 2 else hold_out(found[0], "test", chosen.test, chosen)
+    return {"train": train, "test": test}
+
+
+def _arrays(path: Path, chosen: Data) -> Dataset:
+    check_regular(path)
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (ValueError, OSError, EOFError, KeyError, AttributeError, MemoryError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} cannot be read as a .npz file: {brief(str(error))}.") from error
+    cut = {"x_train", "y_train", "x_test", "y_test"} <= arrays.keys()
+    if not cut and not {"x", "y"} <= arrays.keys():
+        has = ", ".join(map(brief, list(arrays)[:10])) or "none"
+        raise ValueError(f"{path} needs the arrays x and y, or x_train, y_train, x_test and y_test; it has {has}.")
+    names = [("x_train", "y_train"), ("x_test", "y_test")] if cut else [("x", "y")]
+    found = [_array_split(arrays[x], arrays[y], f"{path}, {x}", chosen) for x, y in names]
+    return Dataset(chosen.name, _splits(found, chosen))
+
+
+def _array_split(x: np.ndarray, y: np.ndarray, place: str, chosen: Data) -> Split:
+    for what, array in (("inputs", x), ("targets", y)):
+        if array.dtype.kind not in "uifb" or not array.ndim or not array.size:
+            got = f"{array.dtype} of shape {array.shape}"
+            raise ValueError(f"{place}: {what} must be numbers, row by row, got {brief(got)}.")
+    real = chosen.task == "regression" or (chosen.task is None and y.dtype.kind == "f")
+    if not real and (y.ndim > 1 or (y != np.round(y)).any()):
+        raise ValueError(f"{place}: classes must be whole numbers (n,), got {y.dtype} of shape {y.shape}.")
+    inputs = torch.from_numpy(x if x.dtype == np.uint8 else x.astype(np.float32 if x.dtype.kind == "f" else np.int64))
+    if inputs.dim() == 2 and not inputs.is_floating_point():
+        inputs = inputs.float()  # a table of whole numbers: words of texts have sets of their own
+    return Split(inputs, real_targets(y) if real else torch.from_numpy(y.astype(np.int64)))
+
+
+def _pictures(path: Path, chosen: Data) -> Dataset:
+    size = chosen.image_size
+    train = ImageFolder(path / "train" if (path / "train").is_dir() else path)
+    cut = (path / "train").is_dir() and (path / "test").is_dir()
+    folders = [train, ImageFolder(path / "test", classes=train.classes)] if cut else [train]
+    if len(train.classes) < 2:
+        raise ValueError(
+            f"{path} must hold a folder of pictures for each class, at least two; it has {len(train.classes)}."
+        )
+    if (needed := sum(map(len, folders)) * 3 * size**2) > _BYTES:
+        raise ValueError(
+            f"{path}: pictures of {size} x {size} pixels take {needed / 2**30:.0f} GiB; set data.image_size to less."
+        )
+    found = [Split(torch.stack([read_square(file, size) for file in one.paths]), one.y) for one in folders]
+    return Dataset(chosen.name, _splits(found, chosen), train.classes)
 
 
 # --- which rows they are ---
@@ -127,94 +201,3 @@ def _files(rows: ImageFolder) -> Iterator[bytes]:
 def _spread(last: int, count: int) -> list[int]:
     """`count` whole numbers from 0 to `last`, evenly spread; all of them where there are no more."""
     return sorted({round(i * last / (count - 1)) for i in range(count)}) if last >= 0 else []
-
-
-# --- rows that cannot be trained or judged on ---
-
-
-def check_data(data: Dataset, splits: Sequence[str], allow_nonfinite: bool = False) -> None:
-    """Refuse rows that are empty, not finite, of different widths, or whose labels are out of range or all alike.
-
-    The error names the data set, the split, and the row and column where there is one, counted from zero.
-
-    Args:
-        splits: the names of those that are used; the first is trained on.
-        allow_nonfinite: let inputs be NaN or infinite; targets never may.
-    """
-    shapes = {}
-    for name in splits:
-        rows, place = data.splits[name], f"{data.name}, {name}"
-        if not len(rows):
-            raise ValueError(f"{data.name}: the {name} split has no rows.")
-        if isinstance(rows, ImageFolder):
-            continue
-        check_split(rows, place, data.columns, len(data.classes) or None, allow_nonfinite)
-        shapes[name] = tuple(rows.x.shape[1:])
-    if len(set(shapes.values())) > 1:
-        told = " and ".join(f"{name} rows of shape {shape}" for name, shape in shapes.items())
-        raise ValueError(f"{data.name} has {told}: they must be alike.")
-    first = data.splits[splits[0]]
-    if isinstance(first, Split) and _is_label(first.y) and int(first.y.min()) == int(first.y.max()):
-        raise ValueError(
-            f"{data.name}, {splits[0]}: all {len(first):,} labels are {int(first.y[0])}, and there is nothing to learn "
-            f"from one class."
-        )
-
-
-def check_split(
-    rows: Split, place: str, columns: Sequence[str] = (), classes: int | None = None, allow_nonfinite: bool = False
-) -> None:
-    """Refuse one split whose inputs or targets are no finite numbers, or whose labels are not below `classes`."""
-    for what, values in (("inputs", rows.x), ("targets", rows.y)):
-        if not isinstance(values, Tensor) or values.is_complex():
-            got = values.dtype if isinstance(values, Tensor) else type(values).__name__
-            raise TypeError(f"{place}: {what} must be a tensor of real numbers, got {got}.")
-    if not rows.x.numel():
-        raise ValueError(f"{place}: rows have no columns, got inputs of shape {tuple(rows.x.shape)}.")
-    if not allow_nonfinite:
-        remedy = "Fill it in or drop the row, or set data.allow_nonfinite if the network can take it."
-        _refuse(rows.x, columns, f"{place} {{}}: the input is {{}}. {remedy}")
-    _refuse(rows.y, (), f"{place} {{}}: the target is {{}}. Fill it in or drop the row.")
-    if _is_label(rows.y):
-        bad = (rows.y < 0) if classes is None else (rows.y < 0) | (rows.y >= classes)
-        if len(found := bad.nonzero()):
-            row = int(found[0, 0])
-            allowed = "0 or more" if classes is None else f"one of 0..{classes - 1}"
-            raise ValueError(f"{place} row {row}: the label {int(rows.y[row])} is not {allowed}. Drop such rows.")
-
-
-def _is_label(y: Tensor) -> bool:
-    return not y.is_floating_point() and y.dim() == 1
-
-
-def _refuse(values: Tensor, columns: Sequence[str], message: str) -> None:
-    """Raise a message about the first number that is not finite: where it is, and what."""
-    if not values.is_floating_point():
-        return
-    size = max(1, _AT_ONCE // max(1, values[:1].numel()))
-    for start in range(0, len(values), size):
-        bad = (~values[start : start + size].isfinite()).nonzero()
-        if len(bad):
-            row, *rest = bad[0].tolist()
-            value = float(values[start + row][tuple(rest)])
-            raise ValueError(message.format(f"row {start + row}{_column(rest, columns)}", value))
-
-
-def _column(index: Sequence[int], columns: Sequence[str]) -> str:
-    if not index:
-        return ""
-    if len(index) == 1:
-        return f", column {columns[index[0]]!r}" if columns else f", column {index[0]}"
-    return f", at {tuple(index)}"
-
-
-def check_names(place: str, names: Sequence[str], needed: Sequence[str], passed: Sequence[str] = ()) -> None:
-    """Refuse columns unless all that are needed are there, once, and no others but those that may be passed over."""
-    faults = {
-        "missing": [name for name in needed if name not in names],
-        "not known to the run": [name for name in names if name not in needed and name not in passed],
-        "there twice": sorted({name for name in names if names.count(name) > 1}),
-    }
-    if message := "; ".join(f"{what}: {', '.join(map(brief, found[:10]))}" for what, found in faults.items() if found):
-        known = ", ".join(map(brief, needed[:50]))
-        raise ValueError(f"{place}: columns {message}. The run was trained on {known}: name these, in any order.")

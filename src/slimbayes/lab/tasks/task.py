@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,26 +19,13 @@ from slimbayes.data.folders import ImageFolder, read_crop, read_square
 from slimbayes.data.uci import check_index, split_rows
 from slimbayes.lab.configs.experiment import Data, Experiment
 from slimbayes.lab.execution import generator
-from slimbayes.lab.tasks.intake import check_data, data_digest, open_data
+from slimbayes.lab.tasks.intake import data_digest, open_data
+from slimbayes.lab.tasks.own_table import OwnTable, TableReader
+from slimbayes.lab.tasks.rows import Rows, check_data, hold_out, limited
 
-if TYPE_CHECKING:
-    from slimbayes.lab.tasks.own_table import OwnColumns
-
-Rows = Split | ImageFolder
 IMAGENET = (torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1))
 SHARE = 7 / 8  # of the shorter side that tested pictures show: 224 of 256 pixels
 _MANY = 1 << 23  # numbers of which no copy in float64 is made
-
-
-class _Rows(Protocol):
-    """Either of `Rows`, where it must come out as what went in."""
-
-    def __len__(self) -> int: ...
-
-    def pick(self, index: Tensor) -> Self: ...
-
-
-R = TypeVar("R", bound=_Rows)
 
 
 @dataclass(frozen=True)
@@ -79,7 +66,7 @@ class Task:
     y_mean: Tensor | None = None
     y_std: Tensor | None = None
     columns: tuple[str, ...] = ()  # names of a table's inputs, where the data say them
-    own: OwnColumns | None = None  # of a table of one's own
+    reader: TableReader | None = None  # of a table of one's own
     sha256: str = ""  # of the rows as they were read (intake.py)
 
     @property
@@ -96,9 +83,9 @@ class Task:
         if isinstance(self.train, ImageFolder):
             return {"classes": len(self.classes), "channels": 3}
         x, y = self.train.x, self.train.y
-        if self.own is not None:
+        if self.reader is not None:
             classes = {"classes": len(self.classes), "outputs": len(self.classes)}
-            return self.own.fills() | ({"outputs": y[0].numel()} if self.real else classes)
+            return self.reader.fills() | ({"outputs": y[0].numel()} if self.real else classes)
         facts = {"inputs": x[0].numel(), "vocabulary": self.vocabulary}
         facts |= {"outputs": y[0].numel()} if self.real else {"classes": len(self.classes)}
         return facts | ({"channels": x.shape[1], "size": x.shape[2]} if x.dim() == 4 else {})
@@ -124,21 +111,19 @@ def open_task(chosen: Data, root: Path | str | None = None, dataset: Dataset | N
     """The task of a config's data; `dataset` stands in for the named one. Rows that cannot be used are refused."""
     data, splits = open_data(chosen, root, dataset)
     check_data(data, splits, chosen.allow_nonfinite or chosen.missing == "impute")
-    task = _table(data, chosen) if splits == ("all",) else _from_splits(data, splits, chosen)
-    if dataset is None and chosen.source is not None:
-        from slimbayes.lab.tasks.own_table import (
-            scale_by_training_rows,  # needs scikit-learn, which other sets do without
-        )
-
-        task = scale_by_training_rows(task, data)
+    task = _from_splits(data, splits, chosen)
     for name, rows in (("train", task.train), ("validation", task.validation), ("test", task.test)):
         if rows is not None and not len(rows):
             raise ValueError(f"{data.name}: no rows are left in the {name} split; it has too few.")
+    if task.real and dataset is None:
+        task = _standardise_targets(task)
+    if dataset is None and isinstance(data, OwnTable):
+        task = _scale_table(task, data.reader)
     return replace(task, sha256=data_digest(data, splits))
 
 
 def _from_splits(data: Dataset, splits: Sequence[str], chosen: Data) -> Task:
-    train, test, *named = (data.splits[name] for name in splits)
+    train, test, *named = (data.splits[name] for name in splits) if len(splits) > 1 else _standard_split(data, chosen)
     train, test = limited(train, chosen.train_limit, chosen.seed), limited(test, chosen.test_limit, chosen.seed)
     kept, held = (train, named[0]) if named else _validation(train, chosen)
     if isinstance(kept, Split) and isinstance(test, Split):
@@ -147,6 +132,13 @@ def _from_splits(data: Dataset, splits: Sequence[str], chosen: Data) -> Task:
         if isinstance(rows, ImageFolder):
             rows.read = partial(read_square, size=chosen.image_size, share=SHARE)
     return Task(data.name, kept, test, held, Scaling(*IMAGENET), data.classes)
+
+
+def _standard_split(data: Dataset, chosen: Data) -> Iterator[Rows]:
+    """Training and test rows of a UCI set."""
+    check_index(data, chosen.split)
+    rows = data.splits["all"]
+    return (rows.pick(index) for index in split_rows(len(rows), chosen.split))
 
 
 def _in_memory(data: Dataset, kept: Split, test: Split, held: Rows | None, chosen: Data) -> Task:
@@ -165,13 +157,6 @@ def _highest(numbers: Iterable[Tensor]) -> int:
     return max(int(some.max()) for some in numbers) + 1
 
 
-def limited(rows: R, limit: int | None, seed: int = 0) -> R:
-    """At most `limit` rows, drawn without replacement but kept in order."""
-    if limit is None or limit >= len(rows):
-        return rows
-    return rows.pick(torch.randperm(len(rows), generator=generator(seed, "limit"))[:limit].sort().values)
-
-
 def batches(rows: Rows, size: int, device: torch.device, workers: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows in order, so many at a time, on a device."""
     if isinstance(rows, Split):
@@ -182,52 +167,52 @@ def batches(rows: Rows, size: int, device: torch.device, workers: int = 0) -> It
         yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
 
-def _table(data: Dataset, chosen: Data) -> Task:
-    """A standard split of a UCI set, scaled by the training rows: inputs by the scaling, training targets here."""
-    rows = data.splits["all"]
-    assert isinstance(rows, Split)
-    check_index(data, chosen.split)
-    index, other = split_rows(len(rows), chosen.split)
-    kept, held = _validation(limited(Split(rows.x[index], rows.y[index]), chosen.train_limit, chosen.seed), chosen)
-    test = limited(Split(rows.x[other], rows.y[other]), chosen.test_limit, chosen.seed)
-    scaling = Scaling(*_moments(kept.x)) if chosen.scaling == "standard" else Scaling()
-    mean, std = _moments(kept.y)
-    kept, held = Split(kept.x, (kept.y - mean) / std), held and Split(held.x, (held.y - mean) / std)
-    return Task(chosen.name, kept, test, held, scaling, y_mean=mean, y_std=std, columns=data.columns)
+def _standardise_targets(task: Task) -> Task:
+    """The same with targets of training and validation scaled by the training rows'."""
+    assert isinstance(task.train, Split)
+    y = task.train.y
+    mean, std = _moments(y, y.dtype)
+    if bool((same := y.amax(0) == y.amin(0)).any()):
+        raise ValueError(f"{task.name}: the target is {float(mean[same][0]):g} in all training rows.")
+
+    def scaled(rows: Any) -> Any:
+        return rows and Split(rows.x, ((rows.y - mean) / std).float())
+
+    return replace(task, train=scaled(task.train), validation=scaled(task.validation), y_mean=mean, y_std=std)
 
 
-def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
+def _scale_table(task: Task, reader: TableReader) -> Task:
+    """The same with rows of a table as its reader prepares them, by scales of the training rows."""
+    assert isinstance(task.train, Split)
+    reader.preparation.learn_scales(task.train.x.numpy())
+
+    def prepared(rows: Any) -> Any:
+        return rows and Split(torch.from_numpy(reader.preparation.prepare(rows.x.numpy())), rows.y)
+
+    rows = {name: prepared(getattr(task, name)) for name in ("train", "test", "validation")}
+    return replace(task, **rows, scaling=Scaling(), reader=reader)
+
+
+def _moments(values: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Mean and deviation of each column; one that does not vary is divided by one. A few columns at a time where there
     are millions of rows, and without numbers that are not finite, where these are allowed."""
     if values.numel() > _MANY and values.shape[1] > 1:
-        means, stds = zip(*(_moments(column) for column in values.split(1, dim=1)), strict=True)
+        means, stds = zip(*(_moments(column, dtype) for column in values.split(1, dim=1)), strict=True)
         return torch.cat(means), torch.cat(stds)
     wide = values.double()
     if not bool(wide.sum(0).isfinite().all()):  # no sum of float32 numbers leaves float64's range
         wide = wide.where(wide.isfinite(), torch.nan)
         mean = wide.nanmean(0)
         std = (wide - mean).square().nanmean(0).sqrt().nan_to_num(0)
-        return mean.nan_to_num(0).float(), std.float().clamp_min(1e-6)
-    return wide.mean(0).float(), wide.std(0, correction=0).where(wide.amax(0) > wide.amin(0), 1.0).float()
+        return mean.nan_to_num(0).to(dtype), std.to(dtype).clamp_min(1e-6)
+    return wide.mean(0).to(dtype), wide.std(0, correction=0).where(wide.amax(0) > wide.amin(0), 1.0).to(dtype)
 
 
-def _validation(rows: R, chosen: Data) -> tuple[R, R | None]:
+def _validation(rows: Rows, chosen: Data) -> tuple[Rows, Rows | None]:
     """Rows to train on, and those held out of them if any are asked for."""
     if isinstance(chosen.validation, str):
         raise ValueError(f"{chosen.name} is one table without a split {chosen.validation!r}: give a share to hold out.")
     return hold_out(rows, "validation", chosen.validation, chosen) if chosen.validation else (rows, None)
-
-
-def hold_out(rows: R, what: Literal["test", "validation"], share: float, chosen: Data) -> tuple[R, R]:
-    """Rows to train on and a share that is held out, drawn or the last ones, both in their order."""
-    held = round(len(rows) * share)
-    if held in (0, len(rows)):
-        fault = "leaves nothing to train on" if held else "holds none out"
-        raise ValueError(f"data.{what}={share} of {len(rows)} rows {fault}.")
-    order = torch.randperm(len(rows), generator=generator(chosen.seed, what))
-    if chosen.held_out == "last":
-        order = torch.arange(len(rows) - 1, -1, -1)
-    return rows.pick(order[held:].sort().values), rows.pick(order[:held].sort().values)
 
 
 def _scaling(x: Tensor, kind: str) -> Scaling:
