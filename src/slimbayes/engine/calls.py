@@ -196,6 +196,18 @@ def _call_under_held_draws(held: Pass, module: nn.Module, function: Callable[...
         return _call_under_held_draws(held, module, function, args, kwargs)
 
 
+def held_draws(what: str, posteriors: Sequence[Any], seed: noise.Seed) -> Pass | None:
+    """The draws that `frozen` or `mean` hold for a model, which no seed can change; refused inside its own forward."""
+    held = passes.of(posteriors[0].key) if posteriors else None
+    if held is None or isinstance(held, Scope) or passes.recomputing(held):
+        return None
+    if not held.held:
+        raise ValueError(f"{what} was called inside a forward pass of the same model; call it from outside.")
+    if seed is not None:
+        raise ValueError(f"{what}(..., seed=) inside `frozen` would change nothing: give the seed to frozen.")
+    return held
+
+
 def sampled(
     model: nn.Module,
     posteriors: Sequence[Any],

@@ -25,7 +25,7 @@ from slimbayes.engine.trial import takes_derivatives
 from slimbayes.posteriors.base import Support
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.prediction.checks import MISFITS, explain
-from slimbayes.prediction.sample import converted_posteriors, device_of, held_draws, members
+from slimbayes.prediction.sample import converted_posteriors, device_of, members
 
 MOST_ROWS = 2**15  # draws x inputs in one forward, by default
 _MOST_NUMBERS = 2**23  # of the inputs of one forward, by default
@@ -43,7 +43,7 @@ class Draws:
         self.model, self.chunk, self.share, self.fold = model, chunk, share, fold
         self.posteriors, self.members = converted_posteriors(model), members(model)
         self.predicted_members, self.weights = self.members, member_weights(model)  # of the Prediction
-        self.held = held_draws("predict", self.posteriors, seed)  # inside frozen these are all there are
+        self.held = calls.held_draws("predict", self.posteriors, seed)  # inside frozen these are all there are
         drawn = self.posteriors and self.held is None  # else torch's generator is left alone
         self.seed = noise.seed_of(seed) if drawn or seed is not None else 0
         self.seeded = seed is not None  # by default what the model draws by itself is left alone

@@ -92,7 +92,7 @@ def sample(
         with noise.own_noise(None if seed is None else noise.seed_of(seed), device_of(model)):
             every = (copy_containers((args, kwargs)) for _ in range(draws))
             return stack_draws([model(*own, **options) for own, options in every])
-    held = held_draws("sample", posteriors, seed)
+    held = calls.held_draws("sample", posteriors, seed)
     total = calls.total_draws(posteriors, draws) if held is None else held.total
     how = total, fold, held, rows == "split", False, None if seed is None else noise.seed_of(seed)
     if torch.compiler.is_compiling():
@@ -101,22 +101,6 @@ def sample(
         return calls.sampled(model, posteriors, args, kwargs, *how)
     except MISFITS as error:
         explain(error, model, args, kwargs)
-
-
-def held_draws(what: str, posteriors: Sequence[Any], seed: Seed) -> Pass | None:
-    """The draws that `frozen` or `mean` hold for a model, if they do, which no seed can change; refused inside its own
-    forward.
-    """
-    held = passes.of(posteriors[0].key) if posteriors else None
-    if held is None or passes.recomputing(held):
-        return None
-    if not held.held:
-        raise ValueError(f"{what} was called inside a forward pass of the same model; call it from outside.")
-    if isinstance(held, calls.Scope):
-        return None
-    if seed is not None:
-        raise ValueError(f"{what}(..., seed=) inside `frozen` would change nothing: give the seed to frozen.")
-    return held
 
 
 @contextmanager
