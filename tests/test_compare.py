@@ -7,11 +7,13 @@ import sys
 
 import pytest
 import report_records
+import torch
 from report_records import record, regression, save
 from rich.console import Console
 
+from slimbayes.lab.runs.scores import class_scores, regression_scores
 from slimbayes.report import compare
-from slimbayes.report.metric import HEADLINE, bootstrap_interval, metric, sign_flip_p
+from slimbayes.report.metric import KNOWN, bootstrap_interval, metric, shown_in, sign_flip_p
 from slimbayes.report.record import Evaluation, RecordError
 
 
@@ -65,8 +67,16 @@ def test_the_best_is_marked_by_direction(two):
     assert scores["other"]["accuracy"].best and not scores["base"]["accuracy"].best
 
 
+def test_every_score_of_a_record_is_known():
+    """Others would be shown by their bare name, without a direction."""
+    cpu = torch.device("cpu")
+    made = [class_scores(10, 15, 2, binary, cpu) for binary in (True, False)] + [regression_scores(cpu)]
+    names = {name for one in made for group in (one.whole, one.diversity, one.uncertainty) for name in group}
+    assert {"accuracy", "auroc", "crps", "entropy"} <= names <= set(KNOWN)
+
+
 def test_directions_are_known_for_all_headline_metrics():
-    assert all(metric(name).better for name in HEADLINE)
+    assert all(metric(name).better for name in shown_in("comparison"))
     assert (
         metric("coverage95").best([0.90, 0.97, 0.85]) == {1}
         and metric("entropy").best([0.1, 0.2]) == set()

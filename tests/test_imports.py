@@ -1,6 +1,7 @@
 """Imports point one way: what a package may know of the others is written here once."""
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -90,3 +91,47 @@ def test_no_two_public_classes_have_one_name() -> None:
     trees = [ast.parse(file.read_text()) for file in sorted(SOURCE.rglob("*.py"))]
     names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     assert not {name for name in names if names.count(name) > 1 and not name.startswith("_")}
+
+
+# --- the pages that explain the source ---
+
+DOCS = SOURCE.parents[1] / "docs"
+
+
+def test_the_design_lists_the_packages_in_this_order() -> None:
+    table = (DOCS / "design.md").read_text().partition("## Where things live")[2].partition("\n## ")[0]
+    assert [name.removesuffix("/") for name in re.findall(r"^\| `([\w/]+)`", table, re.M)] == ORDER
+
+
+@cache
+def names_in(file: Path) -> set[str]:
+    """What a file defines or names: functions, classes, methods, fields."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    found = {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    found |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return found | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+
+
+@pytest.mark.parametrize("page", ["design.md", "internals.md", "limits.md"])
+def test_pages_name_what_is_there(page: str) -> None:
+    """`file.py: name`, `module.name`, and paths of files."""
+    text = (DOCS / page).read_text()
+    files = {str(f.relative_to(SOURCE)): f for f in SOURCE.rglob("*.py")}
+    ends = {
+        name: [f for path, f in files.items() if f"/{path}".endswith(f"/{name}")]
+        for name in re.findall(r"[\w/]+\.py", text)
+    }
+    missing = [name for name, found in ends.items() if not found and not (SOURCE.parents[1] / name).exists()]
+    for name, function in re.findall(r"([\w/]+\.py): (\w+(?:\.\w+)*)", text):
+        missing += [
+            f"{name}: {part}" for part in function.split(".") if not any(part in names_in(f) for f in ends[name])
+        ]
+    stems = {f.stem: f for f in files.values() if f.parent.name in ("engine", "posteriors", "prediction")}
+    for module, name in re.findall(r"`(\w+)\.(\w+)", text):
+        if module in stems and name != "py" and name not in names_in(stems[module]):
+            missing.append(f"{module}.{name}")
+    assert not missing
+
+
+def test_no_file_is_longer_than_a_sitting() -> None:
+    assert not {f.name for f in SOURCE.rglob("*.py") if len(f.read_text().splitlines()) > 300}

@@ -32,7 +32,6 @@ def _allow(ctx: typer.Context, allowed: bool) -> bool:
     return allowed
 
 
-_SHOWN = ("accuracy", "nll", "ece", "rmse", "lpd", "crps", "auroc", "fpr95")
 _TRUST = "Trust files that may run code: runs with model.python, .pt2 files."
 AllowCode = Annotated[bool, typer.Option("--allow-code", help=_TRUST, callback=_allow)]
 
@@ -44,11 +43,12 @@ def print_scores(folder: Path) -> None:
     from rich.text import Text
 
     from slimbayes.diagnostics.check import lines
+    from slimbayes.report.metric import shown_in
     from slimbayes.report.record import read
 
     record, console = read(folder), Console()
     rows = [e for e in record.evaluations if e.role in ("test", "shift", "ood")]
-    names = list(dict.fromkeys(n for e in rows for n in e.metrics if n in _SHOWN))
+    names = list(dict.fromkeys(n for e in rows for n in e.metrics if n in shown_in("terminal")))
     table = Table(title=Text(f"{record.name}: {record.method}"))
     for column in ("rows", "draws", *names):
         table.add_column(column, justify="right" if column != "rows" else "left")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from slimbayes.report.groups import EvaluationSet, LoadedRuns, RunGroup, load, main_set
-from slimbayes.report.metric import HEADLINE, MISSING, Metric, bootstrap_interval, mean, metric, printable, sign_flip_p
+from slimbayes.report.metric import MISSING, Metric, bootstrap_interval, mean, metric, printable, shown_in, sign_flip_p
 from slimbayes.report.record import Frozen, Number, Role
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def compare(
     if not rows:
         raise ValueError(_nothing(loaded, on, asked, metrics))
     scored = {name for row in rows for name in row.scores}
-    names = tuple(metrics) if metrics is not None else tuple(name for name in HEADLINE if name in scored)
+    names = tuple(metrics) if metrics is not None else tuple(name for name in shown_in("comparison") if name in scored)
     notes += _warnings(rows, baseline)
     return Comparison(
         on=on, severity=severity, draws=draws, baseline=baseline, metrics=names, rows=tuple(rows), notes=tuple(notes),
@@ -104,7 +104,7 @@ def _rows(
 ) -> list[ComparisonRow]:
     """A row for each group with any score, the best mean of each metric marked."""
     recorded = selection.metrics(groups)
-    names = metrics if metrics is not None else [name for name in HEADLINE if name in recorded]
+    names = metrics if metrics is not None else [name for name in shown_in("comparison") if name in recorded]
     values = {g.name: {name: seeds for name in names if (seeds := selection.by_seed(g, name))} for g in groups}
     rows = []
     for group in (group for group in groups if values[group.name]):

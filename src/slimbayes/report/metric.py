@@ -20,9 +20,13 @@ import numpy as np
 MISSING = "\u2013"  # what tables show where there is no value: an en dash
 
 
+Place = Literal["summary", "comparison", "terminal"]
+
+
 @dataclass(frozen=True)
 class Metric:
-    """A metric. `better` is None where neither direction is good by itself; `nearer` means nearer to `target`.
+    """A metric. `better` is None where neither direction is good by itself; `nearer` means nearer to `target`. `shown`
+    says where it stands without being asked for: in the page's summary, in comparisons, in the terminal.
 
     Example:
         >>> metric("nll").best([0.3, 0.2, float("nan")])
@@ -36,6 +40,7 @@ class Metric:
     better: Literal["higher", "lower", "nearer"] | None = None
     percent: bool = False
     target: float = math.nan
+    shown: tuple[Place, ...] = ()
 
     @property
     def arrow(self) -> str:
@@ -82,21 +87,22 @@ class Metric:
         return f"{amount:.{places}f}"
 
 
+_EVERYWHERE: tuple[Place, ...] = ("summary", "comparison", "terminal")
 # The order is that of every table and menu.
-_KNOWN = {
+KNOWN = {
     known.name: known
     for known in (
-        Metric("accuracy", "Accuracy", "higher", percent=True),
-        Metric("nll", "NLL", "lower"),
-        Metric("ece", "ECE", "lower"),
-        Metric("brier", "Brier", "lower"),
-        Metric("rmse", "RMSE", "lower"),
-        Metric("lpd", "LPD", "higher"),
-        Metric("crps", "CRPS", "lower"),
-        Metric("coverage95", "Coverage of 95 %", "nearer", percent=True, target=0.95),
-        Metric("auroc", "AUROC", "higher"),
-        Metric("aucpr", "AUCPR", "higher"),
-        Metric("fpr95", "FPR95", "lower", percent=True),
+        Metric("accuracy", "Accuracy", "higher", percent=True, shown=_EVERYWHERE),
+        Metric("nll", "NLL", "lower", shown=_EVERYWHERE),
+        Metric("ece", "ECE", "lower", shown=_EVERYWHERE),
+        Metric("brier", "Brier", "lower", shown=("comparison",)),
+        Metric("rmse", "RMSE", "lower", shown=_EVERYWHERE),
+        Metric("lpd", "LPD", "higher", shown=_EVERYWHERE),
+        Metric("crps", "CRPS", "lower", shown=_EVERYWHERE),
+        Metric("coverage95", "Coverage of 95 %", "nearer", percent=True, target=0.95, shown=("summary", "comparison")),
+        Metric("auroc", "AUROC", "higher", shown=("comparison", "terminal")),
+        Metric("aucpr", "AUCPR", "higher", shown=("comparison",)),
+        Metric("fpr95", "FPR95", "lower", percent=True, shown=("comparison", "terminal")),
         Metric("top5", "Top-5 accuracy", "higher", percent=True),
         Metric("aurc", "AURC", "lower"),
         Metric("adaptive_ece", "Adaptive ECE", "lower"),
@@ -113,7 +119,15 @@ _KNOWN = {
         Metric("lr", "Learning rate"),
     )
 }
-HEADLINE = ("accuracy", "nll", "ece", "brier", "rmse", "lpd", "crps", "coverage95", "auroc", "aucpr", "fpr95")
+
+
+def shown_in(place: Place) -> tuple[str, ...]:
+    """Names of the metrics that stand in a place without being asked for.
+
+    >>> shown_in("terminal")
+    ('accuracy', 'nll', 'ece', 'rmse', 'lpd', 'crps', 'auroc', 'fpr95')
+    """
+    return tuple(name for name, known in KNOWN.items() if place in known.shown)
 
 
 # What every JavaScript object has: a library that keeps things by name in plain objects finds these there already.
@@ -141,7 +155,7 @@ def printable(text: str) -> str:
 
 def metric(name: str) -> Metric:
     """The metric of that name; a name this package does not know has no direction and is its own label."""
-    return _KNOWN.get(name) or Metric(name, printable(name))
+    return KNOWN.get(name) or Metric(name, printable(name))
 
 
 def sort_metrics(names: Iterable[str]) -> list[str]:
@@ -151,7 +165,7 @@ def sort_metrics(names: Iterable[str]) -> list[str]:
         >>> sort_metrics(["zeta", "ece", "accuracy", "alpha"])
         ['accuracy', 'ece', 'alpha', 'zeta']
     """
-    place = {name: i for i, name in enumerate(_KNOWN)}
+    place = {name: i for i, name in enumerate(KNOWN)}
     return sorted(set(names), key=lambda name: (place.get(name, len(place)), name))
 
 

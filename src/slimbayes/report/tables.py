@@ -14,11 +14,11 @@ from itertools import groupby
 from typing import ClassVar
 
 from slimbayes.report.groups import CORRUPTED, EvaluationSet, RunGroup, main_set
-from slimbayes.report.metric import MISSING, bootstrap_interval, mean, metric, standard_error
+from slimbayes.report.metric import MISSING, bootstrap_interval, mean, metric, shown_in, standard_error
 from slimbayes.report.record import Record
 
-FRONT = ("accuracy", "nll", "ece", "rmse", "lpd", "crps", "coverage95")  # of the summary
-BEHIND = ("accuracy", "nll", "ece", "rmse", "lpd", "crps")  # the same under corruption, as the paper's cA, cNLL, cECE
+FRONT = shown_in("summary")
+BEHIND = tuple(name for name in FRONT if metric(name).better != "nearer")  # when corrupted: the paper's cA, cNLL, cECE
 
 
 @dataclass(frozen=True)
