@@ -24,6 +24,7 @@ from slimbayes.engine.locate import layout_of as layout_of
 from slimbayes.engine.modules import plan_once
 from slimbayes.engine.objects import check_caches, copy_containers, stack_draws
 from slimbayes.engine.passes import Pass, Unproven
+from slimbayes.engine.quiet import inside_func
 from slimbayes.engine.trial import forgetting_drawn_weights
 from slimbayes.errors import SlimbayesWarning
 
@@ -165,13 +166,15 @@ def _bare_pass(posteriors: Sequence[Any], rows: int, layout: Layout | None, firs
 def finish(new: Pass, posteriors: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the draws of a pass, run, and let a backward pass find them again."""
     tree = getattr(posteriors, "tree", None)  # of all posteriors under a module, outside of a compiler
-    looks = tree is not None and posteriors.keeps.get((tree.modules[0].training, torch.is_grad_enabled()), True)
+    kept = tree is not None and posteriors.keeps.get((tree.modules[0].training, torch.is_grad_enabled()))
+    looks = kept is None or kept
+    new.handed = [] if kept is None and not inside_func() else None
 
     def call_drawn() -> Any:
         noise.realise(posteriors, new)
         return function(*args, **kwargs)
 
-    with forgetting_drawn_weights(posteriors, (args, kwargs)) if looks else nullcontext():
+    with forgetting_drawn_weights(posteriors, (args, kwargs), new) if looks else nullcontext():
         out = passes.run(new, call_drawn)
     warn_of_unused(posteriors, new, function, out)
     passes.remember(out, new)

@@ -80,6 +80,8 @@ class Pass:
         self.substitutes: dict[
             tuple[str, str], Tensor | None
         ] = {}  # weights that a layer's own forward reads instead of its own
+        # In a first call: drawn weights that code past their layers has read, by name, and copies of these.
+        self.handed: list[tuple[str, Tensor, Tensor]] | None = None
         # Of layers that have run, in any call: their keys, and, where their own forward reads weights, which it read.
         self.met: dict[Any, None] = {}
         self.drawn_yet = False  # whether a layer has used its draw in this call
@@ -137,6 +139,18 @@ class Pass:
         new.keys = {key: numbers[index] for key, numbers in self.keys.items()}
         assert rows or not new.rowwise
         return new
+
+    def hand_out(self, name: str, value: Tensor) -> Tensor:
+        """A drawn weight for code past its layer, which may read it."""
+        if self.handed is not None and not value.is_meta:
+            self.handed.append((name, value, value.detach().clone()))
+        return value
+
+    def written(self) -> str | None:
+        """The name of a layer whose drawn weight somebody wrote into."""
+        handed, self.handed = self.handed or (), None
+        other = (n for n, v, old in handed if v.shape != old.shape or bool(((v != old) & (old == old)).any()))
+        return next(other, None)
 
     def pick(self, posterior: Any, parameter: Tensor, count: int) -> Tensor:
         """Lay a parameter (K, ...) out by the member of each block, or of each row: (count, ...)."""

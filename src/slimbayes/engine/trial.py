@@ -137,7 +137,7 @@ def _count_uses(probe: Probe) -> Counter[str]:
 
 
 @contextmanager
-def forgetting_drawn_weights(posteriors: Any, inputs: Any) -> Iterator[None]:
+def forgetting_drawn_weights(posteriors: Any, inputs: Any, new: passes.Pass) -> Iterator[None]:
     """A call after which modules have nothing left that they computed from drawn weights and would take for the next
     one's, such as a product of two or the features of a prompt: that has other draws. Looked for once in each mode.
     """
@@ -150,6 +150,13 @@ def forgetting_drawn_weights(posteriors: Any, inputs: Any) -> Iterator[None]:
             yield
             if mode not in posteriors.keeps and not inside_func():
                 changed = bool(state.own and state.changes())
+                if name := new.written():
+                    state.restore()  # the next call is to fail, too
+                    raise ValueError(
+                        f"A forward writes into a parameter of {name}, which is drawn anew in each call: what it writes "
+                        f"would be lost. Write to it outside of forward (if that is done in the first call, call the "
+                        f"model before it is converted), or leave the layer as it is: exclude={name!r}."
+                    )
                 posteriors.keeps[mode] = changed and _marked(model, posteriors, inputs, state)
         finally:
             state.forget()
