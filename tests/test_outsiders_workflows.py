@@ -79,3 +79,55 @@ def test_bounds_of_a_drawn_weight_that_a_layer_keeps_itself_are_those_of_each_dr
     with sb.frozen(net, draws=2), torch.no_grad():
         for x in (X, X + 1):
             assert_draws(sb.sample(net, x), [sb.write_out(net, j) for j in range(2 * sb.members(net))], (x,), {})
+
+
+class Speaks(nn.Module):
+    """A method that calls its parts with more rows than came in, and one that searches with beams, as `generate`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh())
+
+    def several(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh().repeat_interleave(3, 0))
+
+    def generate(self, x: Tensor) -> Tensor:
+        x = x.repeat_interleave(3, 0) * torch.tensor([1.0, 2.0, 3.0]).repeat(len(x))[:, None]
+        for _ in range(3):
+            best = self(x).sum(-1).view(-1, 3).argmax(1) + 3 * torch.arange(len(x) // 3)
+            x = self(x) + x[best].repeat_interleave(3, 0)
+        return x[::3]
+
+    def drawn(self, x: Tensor) -> Any:
+        return sb.sample(self, x), sb.predict(self, x, likelihood="gaussian").samples, sb.write_out(self, 1)(x)
+
+
+MEMBERS = [sb.BatchEnsemble(members=2, mean_init=sb.Normal(1.0, 1.0)), sb.Rank1(members=2)]
+
+
+@pytest.mark.parametrize("config", MEMBERS)
+@torch.no_grad()
+def test_beams_of_a_sequence_have_one_of_the_draws_that_are_held(config: Any) -> None:
+    net = sb.bayesianize(Speaks(), config)
+    with sb.frozen(net):
+        wanted = torch.stack([sb.write_out(net, j).generate(X) for j in range(2)])
+        found = net.generate(X)
+        near = (found - wanted).abs().amax(-1) < 1e-5
+        assert near.any(0).all() and (near.sum(1) > 0).all()
+
+
+@pytest.mark.parametrize("config", MEMBERS)
+@torch.no_grad()
+def test_methods_that_mix_held_draws_are_told_and_what_they_ask_for_is_held(config: Any) -> None:
+    net = sb.bayesianize(Speaks(), config)
+    with sb.frozen(net):
+        with pytest.warns(sb.SlimbayesWarning, match="calls its parts with 5 and 15 rows"):
+            net.several(X)
+        plains = [sb.write_out(net, j) for j in range(2)]
+        sampled, predicted, plain = net.drawn(X)
+        for found in (sampled, predicted):
+            assert_draws(found, plains, (X,), {})
+        torch.testing.assert_close(plain, plains[1](X))

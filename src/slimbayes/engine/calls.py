@@ -6,7 +6,6 @@ Sizes: S draws, B rows of the caller's batch, K members.
 from __future__ import annotations
 
 import math
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -19,7 +18,7 @@ from torch import nn
 from slimbayes.engine import noise, passes
 from slimbayes.engine.layout import Layout, NotJoined, arrays_of, is_cache, padded
 from slimbayes.engine.locate import batch_dim_of as batch_dim_of
-from slimbayes.engine.locate import call_outside, check_size, latest_of, warn_of_loop, warn_of_unused
+from slimbayes.engine.locate import call_outside, check_size, latest_of, warn_of_loop, warn_of_part, warn_of_unused
 from slimbayes.engine.locate import layout_of as layout_of
 from slimbayes.engine.modules import plan_once
 from slimbayes.engine.objects import check_caches, copy_containers, stack_draws
@@ -29,7 +28,6 @@ from slimbayes.engine.trial import forgetting_drawn_weights
 from slimbayes.errors import SlimbayesWarning
 
 Fold = Literal["auto"] | bool
-_PART = threading.local()  # the latest part of a model called by itself: its name, its model's number, and its rows
 
 
 class Scope(Pass):
@@ -37,14 +35,15 @@ class Scope(Pass):
 
     Its draws are made when the first layer asks, again after a backward pass, or when the number of rows changes. In a
     `whole` scope (generate) calls of the model itself share it, and rows are the sequences that came in, however many
-    beams they become.
+    beams they become. Where several draws are `frozen`, it shares out those.
     """
 
-    def __init__(self, module: nn.Module, posteriors: Sequence[Any], whole: bool, rows: int) -> None:
+    def __init__(self, module: nn.Module, posteriors: Any, whole: bool, rows: int, frozen: Pass | None) -> None:
         super().__init__(None, rows, held=True)
+        self.frozen = frozen
         self.noise = dict.fromkeys([p.key for p in posteriors])  # type: ignore[assignment]
         self.module, self.posteriors, self.whole = module, posteriors, whole
-        self.first = noise.random_member(posteriors[0].device)
+        self.first = noise.random_member(posteriors[0].device) if frozen is None else 0
         self.inner: Pass | None = None
         self.layouts: dict[nn.Module, Layout] = {}  # of the modules that were called inside
 
@@ -59,22 +58,33 @@ class Scope(Pass):
         """The pass for one call inside."""
         if self.whole and rows and self.rows and rows % self.rows == 0:
             rows = self.rows
-        if not needs_rows(self.posteriors):
+        if self.frozen is None and not needs_rows(self.posteriors):
             layout = replace(layout, apart=False)  # one draw for all, however many rows the parts are called with
-        if self.inner is None or self.inner.spent or (self.inner.rows != rows and self.inner.draws is None):
-            if self.inner is not None and not self.inner.spent and layout.apart:
+        if self.inner is not None and self.inner.spent and self.frozen is None:
+            self.inner = None
+        if self.inner is None or (self.inner.rows != rows and self.inner.draws != 1):
+            if self.inner is not None and layout.apart:
                 said = (
-                    f"A method of {type(self.module).__name__} calls its parts with {self.inner.rows} and {rows} rows, "
-                    f"which share out draws in other ways: hold one for all, with frozen(model, draws=1)."
+                    f"A method of {type(self.module).__name__} calls its parts with {self.inner.rows} and {rows} rows"
                 )
-                warnings.warn(said, SlimbayesWarning, stacklevel=6)
-            self.inner = _bare_pass(self.posteriors, rows, layout, self.first)
-        if self.whole and self.inner.draws is None and not layout.apart and rows > 1:
+                how = "which share out draws in other ways: take one, write_out(model, j) inside frozen(model)."
+                warnings.warn(f"{said}, {how}", SlimbayesWarning, stacklevel=6)
+            self.inner = self._begin(rows, layout)
+        if self.whole and self.inner.draws != 1 and not layout.apart and rows > 1:
             raise ValueError(
                 f"Sequences cannot each have a draw: the rows of a part of {type(self.module).__name__} cannot be told "
-                f"apart ({layout.why}). Hold one draw for all of them: with frozen(model, draws=1)."
+                f"apart ({layout.why}). Take one draw for all of them, write_out(model, j) inside frozen(model)."
             )
-        return self.inner.view(rows, layout if self.inner.draws is None else None)
+        if self.frozen is not None and self.inner.draws == 1:
+            return self.frozen.single(0, layout if layout.folds else None)
+        return (self.frozen or self.inner).view(rows, layout if self.inner.draws != 1 else None)
+
+    def _begin(self, rows: int, layout: Layout) -> Pass:
+        if self.frozen is None:
+            return _bare_pass(self.posteriors, rows, layout, self.first)
+        if not layout.apart:
+            warn_of_loop(layout, f"of the {self.frozen.total} draws that are held this call uses the first")
+        return self.frozen.view(rows, layout) if layout.apart else self.frozen.single(0)
 
 
 def call_module(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -86,19 +96,21 @@ def call_module(module: nn.Module, function: Callable[..., Any], args: Any, kwar
         return _open(module, function, args, kwargs)
     if key is None or (found is not None and not found.held):
         return function(*args, **kwargs)
-    if found is None or (isinstance(found, Scope) and found.module is module and not found.whole):
+    if found is None or (isinstance(found, Scope) and found.module is module and not (found.whole or found.frozen)):
         return _open(module, function, args, kwargs)
     return _call_under_held_draws(found, module, function, args, kwargs)
 
 
 def scope_of(module: nn.Module, args: Any, kwargs: Any, whole: bool = False) -> Scope | None:
-    """The scope that a call of a method opens; None where a pass is under way, or nothing is drawn."""
+    """The scope that a call of a method opens; None where a pass is under way, one draw is held or nothing drawn."""
     key = passes.first_key(module)
-    if key is None or torch.compiler.is_compiling() or passes.of(key) is not None:
+    found = None if key is None else passes.of(key)
+    several = found is not None and found.held and found.total > 1 and not isinstance(found, Scope)
+    if key is None or torch.compiler.is_compiling() or (found is not None and not several):
         return None
     arrays = arrays_of((args, kwargs)) if whole else []
     rows = padded(arrays[0]).shape[0] if arrays and padded(arrays[0]).dim() else 1
-    return Scope(module, passes.posteriors_of(module), whole, rows)
+    return Scope(module, passes.posteriors_of(module), whole, rows, found)
 
 
 def needs_rows(posteriors: Sequence[Any]) -> bool:
@@ -117,7 +129,8 @@ def _open(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
     if layout is not None:
         rows = layout.rows((args, kwargs))
         check_size(module, (args, kwargs), posteriors, layout)
-        _tell_of_part(module, posteriors, rows)
+        if _most_members(posteriors) > 1:
+            warn_of_part(module, posteriors, rows)
     if layout is not None and not layout.apart and rows > 1:
         warn_of_loop(layout, "each call uses one draw for all rows, where rows would share out the members")
     new = _bare_pass(posteriors, rows, layout)
@@ -132,24 +145,6 @@ def _open(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
 
 def _most_members(posteriors: Sequence[Any]) -> int:
     return plan_once(posteriors, "most members", lambda: max(p.members for p in posteriors))
-
-
-def _tell_of_part(module: nn.Module, posteriors: Sequence[Any], rows: int) -> None:
-    """Say once that parts of a model which are called one after another begin at members of their own."""
-    if torch.compiler.is_compiling() or _most_members(posteriors) == 1:
-        return
-    part = posteriors[0].name if "_slimbayes" not in module.__dict__ else ""
-    before, _PART.latest = getattr(_PART, "latest", None), (part, posteriors[0].conversion, rows)
-    if part and before and before[0] not in ("", part) and before[1:] == _PART.latest[1:] and not posteriors[0].alone:
-        posteriors[0].alone = True
-        warnings.warn(
-            f"{posteriors[0].name or type(module).__name__} is called by itself after another part: each such call "
-            f"shares its rows out among members anew, so that parts which belong together (net.head(net.body(x)), a "
-            f"Sequential of some children) run as different members. Call them inside `with frozen(model):`, in a "
-            f"method of the model, or by sample.",
-            SlimbayesWarning,
-            stacklevel=5,
-        )
 
 
 def _bare_pass(posteriors: Sequence[Any], rows: int, layout: Layout | None, first: Any = None) -> Pass:
@@ -201,7 +196,7 @@ def _call_under_held_draws(held: Pass, module: nn.Module, function: Callable[...
         return finish(new, posteriors, function, args, kwargs)
     except Unproven as error:
         if isinstance(held, Scope):
-            raise ValueError(f"{error}: hold one draw for all rows, with frozen(model, draws=1).") from error
+            raise ValueError(f"{error}: take one draw, write_out(model, j) inside frozen(model).") from error
         unfold(layout, error)
         return _call_under_held_draws(held, module, function, args, kwargs)
 

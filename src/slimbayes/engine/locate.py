@@ -23,10 +23,12 @@ from slimbayes.engine.objects import calls_layers, without_cache
 from slimbayes.engine.probe import Mixed, Visit
 from slimbayes.engine.quiet import inside_func, is_captured
 from slimbayes.engine.trial import first_line, run_probe, undisturbed
+from slimbayes.errors import SlimbayesWarning
 
 _PROVING = threading.RLock()
 _PLAIN = {Tensor, bool, int, float, str, type(None)}  # arguments that hold no others
 _MODES = 8  # of a model for which rows are located, for each kind of input
+_PART = threading.local()  # the latest part of a model called by itself: its name, its model's number, and its rows
 _WRAPPED = {"_orig_mod", "_forward_module"}  # where torch.compile and Fabric keep what they run
 
 
@@ -228,6 +230,24 @@ def warn_of_loop(layout: Layout, what: str) -> None:
         f"layer, declare batch_dim= in bayesianize, or pass fold=False to run draw by draw without this warning.",
         stacklevel=4,
     )
+
+
+def warn_of_part(module: nn.Module, posteriors: Sequence[Any], rows: int) -> None:
+    """Say once that parts of a model which are called one after another begin at members of their own."""
+    if torch.compiler.is_compiling():
+        return
+    part = posteriors[0].name if "_slimbayes" not in module.__dict__ else ""
+    before, _PART.latest = getattr(_PART, "latest", None), (part, posteriors[0].conversion, rows)
+    if part and before and before[0] not in ("", part) and before[1:] == _PART.latest[1:] and not posteriors[0].alone:
+        posteriors[0].alone = True
+        warnings.warn(
+            f"{posteriors[0].name or type(module).__name__} is called by itself after another part: each such call "
+            f"shares its rows out among members anew, so that parts which belong together (net.head(net.body(x)), a "
+            f"Sequential of some children) run as different members. Call them inside `with frozen(model):`, in a "
+            f"method of the model, or by sample.",
+            SlimbayesWarning,
+            stacklevel=5,
+        )
 
 
 def warn_of_unused(posteriors: Sequence[Any], done: passes.Pass, function: Any = None, out: Any = None) -> None:

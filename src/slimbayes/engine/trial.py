@@ -153,9 +153,9 @@ def forgetting_drawn_weights(posteriors: Any, inputs: Any, new: passes.Pass) -> 
                 if name := new.written():
                     state.restore()  # the next call is to fail, too
                     raise ValueError(
-                        f"A forward writes into a parameter of {name}, which is drawn anew in each call: what it writes "
-                        f"would be lost. Write to it outside of forward (if that is done in the first call, call the "
-                        f"model before it is converted), or leave the layer as it is: exclude={name!r}."
+                        f"A forward writes into a parameter of {name}, which is drawn anew in each call: what it "
+                        f"writes would be lost. Write to it outside of forward (if that is done in the first call, "
+                        f"call the model before it is converted), or leave the layer as it is: exclude={name!r}."
                     )
                 posteriors.keeps[mode] = changed and _marked(model, posteriors, inputs, state)
         finally:

@@ -44,7 +44,9 @@ class Draws:
         held = passes.of(self.posteriors[0].key) if self.posteriors else None
         if held is not None and not held.held:
             raise ValueError("predict was called inside a forward pass of the same model; call it from outside.")
-        self.held = None if isinstance(held, calls.Scope) else held  # inside frozen: the held draws are all there are
+        self.held = (
+            held.frozen if isinstance(held, calls.Scope) else held
+        )  # inside frozen: the held draws are all there are
         drawn = self.posteriors and self.held is None  # else torch's generator is left alone
         self.seed = free_seed("predict", seed, self.held) if drawn or seed is not None else 0
         self.own = None if seed is None else self.seed  # for what the model draws by itself

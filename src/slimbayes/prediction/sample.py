@@ -96,7 +96,7 @@ def sample(
     held = None if held is not None and passes.recomputing(held) else held
     if held is not None and not held.held:
         raise ValueError("sample was called inside a forward pass of the same model; call it from outside.")
-    held = None if isinstance(held, calls.Scope) else held
+    held = held.frozen if isinstance(held, calls.Scope) else held
     total = calls.total_draws(posteriors, draws) if held is None else held.total
     how = total, fold, held, rows == "split", False, None if seed is None else free_seed("sample", seed, held)
     if torch.compiler.is_compiling():
@@ -194,6 +194,7 @@ def write_out(model: Model, draw: int = 0) -> Model:
     """
     posteriors = posteriors_in(model)
     held = passes.of(posteriors[0].key) if posteriors else None
+    held = held.frozen if isinstance(held, calls.Scope) else held
     if posteriors and (held is None or not held.held or not 0 <= draw < held.total):
         raise ValueError(
             f"write_out(model, {draw}) needs that draw to be held: call it inside `with frozen(model, draws=...):`."
