@@ -131,3 +131,52 @@ def test_methods_that_mix_held_draws_are_told_and_what_they_ask_for_is_held(conf
         for found in (sampled, predicted):
             assert_draws(found, plains, (X,), {})
         torch.testing.assert_close(plain, plains[1](X))
+
+
+class Meter:
+    """Counts and sums what a layer gives."""
+
+    def __init__(self) -> None:
+        self.count, self.total, self.parts = 0, torch.zeros(()), {"sizes": []}
+
+    def look(self, layer: nn.Module, args: Any, out: Tensor) -> None:
+        self.count += 1
+        self.total += out.detach().sum()
+        self.parts["sizes"].append(len(out))
+
+
+class Outside(nn.Module):
+    """A module that looks at the features of another, which it does not hold as a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: dict[str, Any] = {}
+
+    def look(self, layer: nn.Module, args: Any, out: Tensor) -> None:
+        self.features["calls"] = self.features.get("calls", 0) + 1
+
+
+@pytest.mark.parametrize("config", [*MEMBERS, sb.MeanField(), sb.Ensemble(members=2)])
+@pytest.mark.parametrize("call", [sb.sample, lambda net, x: net(x), lambda net, x: sb.predict(net, x)])
+def test_what_hooks_collect_is_of_the_call_and_not_of_trials(config: Any, call: Any) -> None:
+    net, seen, meter, outside, inner = (
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)),
+        [],
+        Meter(),
+        Outside(),
+        Meter(),
+    )
+    net[1].register_forward_hook(lambda layer, args, out: seen.append(out.detach()))
+    net[1].register_forward_hook(meter.look)
+    net[1].register_forward_hook(outside.look)
+    net[1].register_forward_pre_hook(lambda layer, args: inner.look(layer, (), args[0]))
+    sb.bayesianize(net, config).eval()
+    call(net, X)
+    first = len(seen), meter.count, outside.features["calls"], inner.count
+    call(net, X)
+    second = len(seen), meter.count, outside.features["calls"], inner.count
+    assert second == tuple(2 * n for n in first)
+    if isinstance(config, sb.Ensemble):  # members have copies of a hook's object
+        return
+    assert len(set(first)) == 1 and meter.parts["sizes"] == [len(out) for out in seen]
+    torch.testing.assert_close(meter.total, torch.stack([out.sum() for out in seen]).sum())

@@ -1,8 +1,10 @@
 """What draws are given and return that is no tensor: objects of somebody's, which may hold tensors, caches, numbers."""
 
 import copy
+import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -191,3 +193,26 @@ def _fill_copy(leaves: Sequence[Any], held: list[dict[Any, Any]], around: Object
     if isinstance(first, Distribution) and over == first._batch_shape:
         new._batch_shape = torch.Size([len(leaves), *over])
     return new
+
+
+def written_by_hooks(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """What hooks on modules may collect things in: containers and tensors that they refer to, and the attributes of
+    their own objects, or of others from where they come from. Not what they count in a variable of a function's.
+    """
+    every = (hook for m in modules for held in (m._forward_hooks, m._forward_pre_hooks) for hook in held.values())
+    for hook in {id(hook): hook for hook in every}.values():
+        bound = [*getattr(hook, "args", ()), *getattr(hook, "keywords", {}).values()]  # of a partial
+        function = getattr(hook, "func", hook)
+        owner = getattr(function, "__self__", None)
+        function = getattr(function, "__func__", function)
+        if inspect.isfunction(function):
+            named = inspect.getclosurevars(function)
+            bound += [*named.nonlocals.values(), *named.globals.values(), *(function.__defaults__ or ())]
+        home = getattr(function, "__module__", "").partition(".")[0]
+        for value in (owner, *bound):
+            if isinstance(value, (Tensor, list, dict, set, deque)):
+                yield value
+            elif type(value).__module__.partition(".")[0] == home and (
+                value is owner or not isinstance(value, nn.Module)
+            ):
+                yield getattr(value, "__dict__", {})

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from slimbayes.engine.modules import Keyed, has_known_class, modules_of
+from slimbayes.engine.objects import written_by_hooks
 from slimbayes.engine.quiet import inside_func
 
 _GROWS = (list, dict, set, deque)
@@ -55,6 +56,8 @@ class State:
         self.before = self._now()
         self.hooks = [(held, set(held)) for m in found for held in (m._forward_pre_hooks, m._forward_hooks)]
         inside = _reached(v for kept in self.before for v in kept.values())
+        if self.every:
+            inside |= {key: v for key, v in _reached(written_by_hooks(found)).items() if not _is_large(v)}
         self.values = {key: (v, _copy(v), _version(v)) for key, v in inside.items() if not isinstance(v, tuple)}
 
     def _now(self) -> list[dict[str, Any]]:
@@ -134,7 +137,7 @@ class State:
 class Trials(State):
     """Trials of a model under these posteriors, and what they leave as it was: what modules keep, torch's own included,
     parameters that are written to, as target networks are in a forward (not those of FSDP2, which writes to them
-    itself), and random numbers of Python, numpy and the modules' own.
+    itself), what hooks collect, and random numbers of Python, numpy and the modules' own.
     """
 
     every = True
@@ -245,6 +248,10 @@ def copy_modules(model: Any) -> Any:
     inside = _reached(v for m in modules_of(model) for v in _kept(m).values()).values()
     kept = [v for v in inside if isinstance(v, Tensor) and v.grad_fn is not None]
     return copy.deepcopy(model, {id(v): v.detach().clone() for v in kept})
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() > 2**20  # no count or sum: data that a hook's object has
 
 
 def _copy(value: Any) -> Any:
