@@ -1,5 +1,6 @@
 """Faults met by a sceptical user in workflows around models nobody here wrote: each against a slow answer."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -180,3 +181,45 @@ def test_what_hooks_collect_is_of_the_call_and_not_of_trials(config: Any, call: 
         return
     assert len(set(first)) == 1 and meter.parts["sizes"] == [len(out) for out in seen]
     torch.testing.assert_close(meter.total, torch.stack([out.sum() for out in seen]).sum())
+
+
+class Tied(nn.Module):
+    """Decodes with the weight it encodes with, in methods that can be called by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(4, 8), nn.Linear(4, 4)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.layer(self.other(x.to(self.layer.weight.dtype))).tanh()
+
+    def decode(self, z: Tensor) -> Tensor:
+        return z @ self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x))
+
+    def both(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x))
+
+    def start(self, weight: Tensor) -> None:
+        self.layer.weight.data.copy_(weight)
+
+    def size(self) -> Tensor:
+        return self.layer.weight.norm()
+
+
+@pytest.mark.parametrize("config", [*MEMBERS, sb.MeanField(), sb.DropConnect()])
+@pytest.mark.parametrize("frozen", [False, True])
+@torch.no_grad()
+def test_methods_that_compute_with_weights_which_are_no_draws_are_told(config: Any, frozen: bool) -> None:
+    net = sb.bayesianize(Tied(), config)
+    net.start(torch.randn(8, 4))
+    assert torch.equal(net.size(), net.layer.weight.norm())
+    with sb.frozen(net) if frozen else contextlib.nullcontext():
+        z = net.encode(X)
+        with pytest.warns(sb.SlimbayesWarning, match="decode of Tied computes with a parameter of layer"):
+            net.decode(z)
+        net.decode(z)  # said once
+        with pytest.warns(sb.SlimbayesWarning, match="both of Tied computes with a parameter of layer"):
+            net.both(X)

@@ -55,6 +55,7 @@ class Pass:
     """The layout of one call and the draws in it."""
 
     probing = False  # a proof of rows is no pass, but takes its place
+    watched = False  # whether a method that holds it is looked at
 
     def __init__(
         self, draws: int | None, rows: int, first: int | Tensor = 0, rowwise: bool = True, held: bool = False
