@@ -1,7 +1,10 @@
 """Faults met by a sceptical user in workflows around models nobody here wrote: each against a slow answer."""
 
 import contextlib
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,3 +226,67 @@ def test_methods_that_compute_with_weights_which_are_no_draws_are_told(config: A
         net.decode(z)  # said once
         with pytest.warns(sb.SlimbayesWarning, match="both of Tied computes with a parameter of layer"):
             net.both(X)
+
+
+@dataclass
+class Memory:
+    state: Any = None
+    seen: int = 0
+
+
+class Remembers(nn.Module):
+    """Keeps its hidden state in an object, which may lie in a list of another one."""
+
+    def __init__(self, memory: Any) -> None:
+        super().__init__()
+        self.body, self.head, self.memory = nn.Linear(12, 8), nn.Linear(8, 3), memory
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.memory if hasattr(self.memory, "seen") else self.memory.layers[0]
+        state = x.new_zeros(len(x), 8) if own.state is None or len(own.state) != len(x) else own.state
+        own.state, own.seen = self.body(torch.cat([x, state], -1)).tanh(), own.seen + 1
+        return self.head(own.state)
+
+
+class Prepares(nn.Module):
+    """Keeps what it computed from drawn weights in an object."""
+
+    def __init__(self, memory: Any) -> None:
+        super().__init__()
+        self.body, self.head, self.memory = nn.Linear(4, 8), nn.Linear(8, 3), memory
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.memory if hasattr(self.memory, "seen") else self.memory.layers[0]
+        if own.state is None:
+            own.state = self.body(torch.ones(1, 4))
+        return self.head(self.body(x).tanh() * own.state)
+
+
+OBJECTS = [Memory, lambda: SimpleNamespace(state=None, seen=0), lambda: SimpleNamespace(layers=[Memory()])]
+
+
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+@pytest.mark.parametrize("config", [*MEMBERS, sb.MeanField(), sb.Ensemble(members=2)])
+@pytest.mark.parametrize("make", OBJECTS)
+@pytest.mark.parametrize("cls", [Remembers, Prepares])
+@torch.no_grad()
+def test_what_draws_keep_in_objects_is_kept_apart(config: Any, make: Any, cls: Any) -> None:
+    net = sb.bayesianize(cls(make()), config).eval()
+    with sb.frozen(net):
+        plains = [sb.write_out(net, j) for j in range(sb.members(net))]
+        for x in (X, X + 1, X - 1):
+            torch.testing.assert_close(sb.sample(net, x), torch.stack([plain(x) for plain in plains]))
+
+
+@pytest.mark.parametrize("config", [*MEMBERS, sb.MeanField()])
+@pytest.mark.parametrize("make", OBJECTS)
+@torch.no_grad()
+def test_what_was_computed_from_drawn_weights_is_not_kept_in_objects(config: Any, make: Any) -> None:
+    net = sb.bayesianize(Prepares(make()), config).eval()
+    net(X[:1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = sb.predict(net, X, draws=2, likelihood="gaussian", seed=1).samples
+    with sb.frozen(net, draws=2, seed=1):
+        plains = [sb.write_out(net, j) for j in range(2 * sb.members(net))]
+    torch.testing.assert_close(found, torch.stack([plain(X) for plain in plains]))

@@ -21,6 +21,8 @@ Objects = tuple[Sequence[Any], ...]  # those that something lies in, of all draw
 UNORDERED = Iterator, Set  # in which nobody finds the tensors of another run again
 _CODE = FunctionType, MethodType, partial
 _DEEPEST = 6  # objects within objects
+_GROWS = (list, dict, set, deque)
+_PLAIN = {int, float, str, bool, bytes, type(None)}  # of which vocabularies have many
 
 
 def attributes_of(leaf: Any, around: Objects = ()) -> dict[Any, Any]:
@@ -216,3 +218,35 @@ def written_by_hooks(modules: Iterable[nn.Module]) -> Iterator[Any]:
                 value is owner or not isinstance(value, nn.Module)
             ):
                 yield getattr(value, "__dict__", {})
+
+
+def homes_of(modules: Iterable[nn.Module]) -> set[str]:
+    """The packages that modules come from: objects from there, or of no class of their own, may hold their state."""
+    names = {getattr(type(m), "plain", type(m)).__module__.partition(".")[0] for m in modules}
+    return (names - {"torch", "slimbayes"}) | {"types"}
+
+
+def reached(values: Iterable[Any], homes: Set[str] = frozenset()) -> dict[int, Any]:
+    """By identity, what can be written into of these: tensors and containers, and those within containers and within
+    objects of these packages, whose attributes are a container.
+    """
+    found: dict[int, Any] = {}
+    ahead = [(value, False) for value in values]
+    while ahead:
+        value, within = ahead.pop()
+        if not isinstance(value, (Tensor, tuple, *_GROWS)):
+            if type(value).__module__.partition(".")[0] not in homes or isinstance(value, (nn.Module, type, *_CODE)):
+                continue
+            value, within = getattr(value, "__dict__", ()), True
+        if isinstance(value, nn.Parameter) or id(value) in found or (within and is_large(value)):
+            continue
+        found[id(value)] = value
+        if not isinstance(value, Tensor):
+            inner = value.values() if isinstance(value, dict) else value
+            ahead += [(v, within) for v in inner if type(v) not in _PLAIN]
+    return found
+
+
+def is_large(value: Any) -> bool:
+    """Whether a tensor in an object is data, which nobody is to copy."""
+    return isinstance(value, Tensor) and value.numel() > 2**22

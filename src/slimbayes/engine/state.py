@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from operator import is_
@@ -16,11 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from slimbayes.engine.modules import Keyed, has_known_class, modules_of
-from slimbayes.engine.objects import written_by_hooks
+from slimbayes.engine.objects import homes_of, is_large, reached, written_by_hooks
 from slimbayes.engine.quiet import inside_func
 
-_GROWS = (list, dict, set, deque)
-_PLAIN = {int, float, str, bool, bytes, type(None)}  # of which vocabularies have many
 _ABSENT = object()
 MARKED = "_slimbayes_cached"  # where a module keeps the names of what it computed from drawn weights
 # By module and name: what is there after a call, or that nothing is, and True if it is another object than before; else
@@ -51,13 +48,13 @@ class State:
         found = modules_of(model)
         own = [m for m in found if not (isinstance(m, (Keyed, nn.ModuleDict)) or has_known_class(m))]
         self.own = len(own)  # modules whose attributes count, too; of the others only buffers do
-        known = set(map(id, own))
+        known, self.homes = set(map(id, own)), homes_of(own)
         self.modules = own + ([m for m in found if m._buffers and id(m) not in known] if self.every else [])
         self.before = self._now()
         self.hooks = [(held, set(held)) for m in found for held in (m._forward_pre_hooks, m._forward_hooks)]
-        inside = _reached(v for kept in self.before for v in kept.values())
+        inside = reached((v for kept in self.before for v in kept.values()), self.homes)
         if self.every:
-            inside |= {key: v for key, v in _reached(written_by_hooks(found)).items() if not _is_large(v)}
+            inside |= {key: v for key, v in reached(written_by_hooks(found)).items() if not is_large(v)}
         self.values = {key: (v, _copy(v), _version(v)) for key, v in inside.items() if not isinstance(v, tuple)}
 
     def _now(self) -> list[dict[str, Any]]:
@@ -71,7 +68,7 @@ class State:
                 value, old = now.get(name, _ABSENT), before.get(name, _ABSENT)
                 if value is not old:
                     found[i, name] = (value, True)
-                elif written := [v for key in _reached([value]) for v in self._written(key)]:
+                elif written := [v for key in reached([value], self.homes) for v in self._written(key)]:
                     found[i, name] = (written, False)
         for i, held, number in self._hooked():
             found.setdefault((~i, "hooks"), ([], False))[0].append(partial(held.__setitem__, number, held[number]))
@@ -128,7 +125,7 @@ class State:
         for module, before in zip(self.modules, self.before, strict=True):
             for name in module.__dict__.get(MARKED, ()):
                 _put(module, name, before.get(name, _ABSENT))
-                for key in _reached([before.get(name)]):
+                for key in reached([before.get(name)], self.homes):
                     for value, old, version in [self.values[key]] if key in self.values else []:
                         if not _same(value, old, version):
                             _fill(value, old)
@@ -227,31 +224,12 @@ def _kept(module: nn.Module) -> dict[str, Any]:
 _OF_ALL = {*nn.Module().__dict__, "forward"}
 
 
-def _reached(values: Iterable[Any]) -> dict[int, Any]:
-    """By identity, what can be written into of these: tensors and containers, and those within containers."""
-    found: dict[int, Any] = {}
-    ahead = list(values)
-    while ahead:
-        value = ahead.pop()
-        if isinstance(value, nn.Parameter) or id(value) in found:
-            continue
-        if isinstance(value, (Tensor, tuple, *_GROWS)):
-            found[id(value)] = value
-            if not isinstance(value, Tensor):
-                inner = value.values() if isinstance(value, dict) else value
-                ahead += [v for v in inner if type(v) not in _PLAIN]
-    return found
-
-
 def copy_modules(model: Any) -> Any:
     """A deep copy of a module, also where it keeps tensors of its last call's graph, which torch does not copy."""
-    inside = _reached(v for m in modules_of(model) for v in _kept(m).values()).values()
+    found = modules_of(model)
+    inside = reached((v for m in found for v in _kept(m).values()), homes_of(found)).values()
     kept = [v for v in inside if isinstance(v, Tensor) and v.grad_fn is not None]
     return copy.deepcopy(model, {id(v): v.detach().clone() for v in kept})
-
-
-def _is_large(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() > 2**20  # no count or sum: data that a hook's object has
 
 
 def _copy(value: Any) -> Any:
