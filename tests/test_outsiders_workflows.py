@@ -290,3 +290,30 @@ def test_what_was_computed_from_drawn_weights_is_not_kept_in_objects(config: Any
     with sb.frozen(net, draws=2, seed=1):
         plains = [sb.write_out(net, j) for j in range(2 * sb.members(net))]
     torch.testing.assert_close(found, torch.stack([plain(X) for plain in plains]))
+
+
+class Leaves(nn.Module):
+    """Keeps its hidden state as an attribute of a module of torch's."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.bodies, self.act, self.head = nn.ModuleList([nn.Linear(4, 8)]), nn.Tanh(), nn.Linear(8, 3)
+        self.place = place
+
+    def forward(self, x: Tensor) -> Tensor:
+        there: Any = self.get_submodule(self.place)
+        state = getattr(there, "state", x.new_zeros(len(x), 8))
+        there.state = self.act(self.bodies[0](x) + state).detach()
+        return self.head(there.state)
+
+
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+@pytest.mark.parametrize("config", [*MEMBERS, sb.MeanField(), sb.Ensemble(members=2)])
+@pytest.mark.parametrize("place", ["bodies", "bodies.0", "act"])
+@torch.no_grad()
+def test_what_draws_keep_in_modules_of_torch_is_kept_apart(config: Any, place: str) -> None:
+    net = sb.bayesianize(Leaves(place), config).eval()
+    with sb.frozen(net):
+        plains = [sb.write_out(net, j) for j in range(sb.members(net))]
+        for x in (X, X + 1, X - 1):
+            torch.testing.assert_close(sb.sample(net, x), torch.stack([plain(x) for plain in plains]))

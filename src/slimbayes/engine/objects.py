@@ -22,7 +22,7 @@ UNORDERED = Iterator, Set  # in which nobody finds the tensors of another run ag
 _CODE = FunctionType, MethodType, partial
 _DEEPEST = 6  # objects within objects
 _GROWS = (list, dict, set, deque)
-_PLAIN = {int, float, str, bool, bytes, type(None)}  # of which vocabularies have many
+PLAIN = {int, float, str, bool, bytes, type(None)}  # of which vocabularies have many
 
 
 def attributes_of(leaf: Any, around: Objects = ()) -> dict[Any, Any]:
@@ -243,7 +243,7 @@ def reached(values: Iterable[Any], homes: Set[str] = frozenset()) -> dict[int, A
         found[id(value)] = value
         if not isinstance(value, Tensor):
             inner = value.values() if isinstance(value, dict) else value
-            ahead += [(v, within) for v in inner if type(v) not in _PLAIN]
+            ahead += [(v, within) for v in inner if type(v) not in PLAIN]
     return found
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from slimbayes.engine.modules import Keyed, has_known_class, modules_of
-from slimbayes.engine.objects import homes_of, is_large, reached, written_by_hooks
+from slimbayes.engine.objects import PLAIN, homes_of, is_large, reached, written_by_hooks
 from slimbayes.engine.quiet import inside_func
 
 _ABSENT = object()
@@ -46,10 +46,10 @@ class State:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         found = modules_of(model)
-        own = [m for m in found if not (isinstance(m, (Keyed, nn.ModuleDict)) or has_known_class(m))]
-        self.own = len(own)  # modules whose attributes count, too; of the others only buffers do
-        known, self.homes = set(map(id, own)), homes_of(own)
-        self.modules = own + ([m for m in found if m._buffers and id(m) not in known] if self.every else [])
+        own = [m for m in found if not isinstance(m, (Keyed, nn.ModuleDict))]
+        self.own, self.homes = len(own), homes_of(own)  # modules whose attributes count; of the others buffers do
+        more = [m for m in found if m._buffers and (has_known_class(m) or isinstance(m, (Keyed, nn.ModuleDict)))]
+        self.modules = own + (more if self.every else [])
         self.before = self._now()
         self.hooks = [(held, set(held)) for m in found for held in (m._forward_pre_hooks, m._forward_hooks)]
         inside = reached((v for kept in self.before for v in kept.values()), self.homes)
@@ -216,8 +216,12 @@ def same_changes(a: Change, b: Change) -> bool:
 
 
 def _kept(module: nn.Module) -> dict[str, Any]:
-    """Buffers, and attributes that not every module has."""
+    """Buffers, and attributes that not every module has; of torch's own modules what others put there: tensors and
+    objects, but for weights that hooks compute.
+    """
     own = {n: v for n, v in module.__dict__.items() if not (n in _OF_ALL or n.startswith("_slimbayes"))}
+    if has_known_class(module):
+        return {n: v for n, v in own.items() if type(v) not in PLAIN and not n.startswith(("_", "weight", "bias"))}
     return {**own, **module._buffers}
 
 
