@@ -1,6 +1,7 @@
 """Faults met by a sceptical user in workflows around models nobody here wrote: each against a slow answer."""
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -317,3 +318,33 @@ def test_what_draws_keep_in_modules_of_torch_is_kept_apart(config: Any, place: s
         plains = [sb.write_out(net, j) for j in range(sb.members(net))]
         for x in (X, X + 1, X - 1):
             torch.testing.assert_close(sb.sample(net, x), torch.stack([plain(x) for plain in plains]))
+
+
+class Caches(nn.Module):
+    """Remembers what it computed for a length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.body, self.head = nn.Linear(1, 8), nn.Linear(4, 8), nn.Linear(8, 3)
+
+    @functools.cache  # noqa: B019 - what is tested
+    def offsets(self, size: int) -> Tensor:
+        return self.steps(torch.arange(size).float()[:, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.body(x) + self.offsets(x.shape[1])).tanh()).mean(1)
+
+
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+@pytest.mark.parametrize("config", [*MEMBERS, sb.MeanField(), sb.Ensemble(members=2)])
+@torch.no_grad()
+def test_methods_that_remember_what_they_returned_work_it_out_for_each_draw(config: Any) -> None:
+    net, x = Caches().eval(), torch.randn(5, 3, 4)
+    net(x)  # remembers what the plain weights gave
+    sb.bayesianize(net, config)
+    for seed in (1, 2):
+        net(x)
+        with sb.frozen(net, draws=2, seed=seed):
+            plains = [sb.write_out(net, j) for j in range(2 * sb.members(net))]
+        wanted = torch.stack([plain(x) for plain in plains])
+        torch.testing.assert_close(sb.predict(net, x, 2, likelihood="gaussian", seed=seed).samples, wanted)

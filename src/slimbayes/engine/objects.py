@@ -5,9 +5,10 @@ import inspect
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ UNORDERED = Iterator, Set  # in which nobody finds the tensors of another run ag
 _CODE = FunctionType, MethodType, partial
 _DEEPEST = 6  # objects within objects
 _GROWS = (list, dict, set, deque)
+_CACHES: WeakKeyDictionary[type[nn.Module], list[Any]] = WeakKeyDictionary()  # by class
 PLAIN = {int, float, str, bool, bytes, type(None)}  # of which vocabularies have many
 
 
@@ -250,3 +252,11 @@ def reached(values: Iterable[Any], homes: Set[str] = frozenset()) -> dict[int, A
 def is_large(value: Any) -> bool:
     """Whether a tensor in an object is data, which nobody is to copy."""
     return isinstance(value, Tensor) and value.numel() > 2**22
+
+
+def caches_of(cls: type[nn.Module]) -> list[Any]:
+    """Methods of a class that remember what they returned (`functools.lru_cache`), for whatever weights that was."""
+    if cls not in _CACHES:
+        every = [value for one in cls.__mro__ for value in vars(one).values()]
+        _CACHES[cls] = [value for value in every if isinstance(value, _lru_cache_wrapper)]
+    return _CACHES[cls]

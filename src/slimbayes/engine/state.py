@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from slimbayes.engine.modules import Keyed, has_known_class, modules_of
-from slimbayes.engine.objects import PLAIN, homes_of, is_large, reached, written_by_hooks
+from slimbayes.engine.objects import PLAIN, caches_of, homes_of, is_large, reached, written_by_hooks
 from slimbayes.engine.quiet import inside_func
 
 _ABSENT = object()
@@ -50,6 +50,8 @@ class State:
         self.own, self.homes = len(own), homes_of(own)  # modules whose attributes count; of the others buffers do
         more = [m for m in found if m._buffers and (has_known_class(m) or isinstance(m, (Keyed, nn.ModuleDict)))]
         self.modules = own + (more if self.every else [])
+        self.caches = {id(cache): cache for m in own for cache in caches_of(type(m))}
+        self.clear_caches()
         self.before = self._now()
         self.hooks = [(held, set(held)) for m in found for held in (m._forward_pre_hooks, m._forward_hooks)]
         inside = reached((v for kept in self.before for v in kept.values()), self.homes)
@@ -73,6 +75,11 @@ class State:
         for i, held, number in self._hooked():
             found.setdefault((~i, "hooks"), ([], False))[0].append(partial(held.__setitem__, number, held[number]))
         return found
+
+    def clear_caches(self) -> None:
+        """Let methods that remember what they returned work it out again: with other weights."""
+        for cache in self.caches.values():
+            cache.cache_clear()
 
     def _hooked(self) -> list[tuple[int, Any, int]]:
         """Hooks that came since and are not ours: models that collect what their parts give put them up in a call."""
@@ -103,6 +110,7 @@ class State:
 
     def restore(self) -> None:
         """Go back to that moment."""
+        self.clear_caches()
         for module, before, now in zip(self.modules, self.before, self._now(), strict=True):
             for name in {**before, **now}:
                 if now.get(name, _ABSENT) is not before.get(name, _ABSENT):
@@ -122,6 +130,7 @@ class State:
 
     def forget(self) -> None:
         """Go back to that moment in what is marked alone."""
+        self.clear_caches()
         for module, before in zip(self.modules, self.before, strict=True):
             for name in module.__dict__.get(MARKED, ()):
                 _put(module, name, before.get(name, _ABSENT))

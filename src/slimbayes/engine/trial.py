@@ -157,7 +157,8 @@ def forgetting_drawn_weights(posteriors: Any, inputs: Any, new: passes.Pass) -> 
                         f"writes would be lost. Write to it outside of forward (if that is done in the first call, "
                         f"call the model before it is converted), or leave the layer as it is: exclude={name!r}."
                     )
-                posteriors.keeps[mode] = changed and _marked(model, posteriors, inputs, state)
+                marked = changed and _marked(model, posteriors, inputs, state)
+                posteriors.keeps[mode] = marked or bool(state.caches)
         finally:
             state.forget()
 
