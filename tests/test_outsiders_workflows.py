@@ -229,6 +229,14 @@ def test_methods_that_compute_with_weights_which_are_no_draws_are_told(config: A
             net.both(X)
 
 
+def test_what_hooks_on_all_modules_collect_is_of_the_call_alone() -> None:
+    net, seen = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), []
+    sb.bayesianize(net, sb.Rank1(members=2)).eval()
+    with nn.modules.module.register_module_forward_hook(lambda layer, args, out: seen.append(layer)):
+        sb.sample(net, X)
+    assert [layer for layer in seen if layer is net[1]] == [net[1]]
+
+
 @dataclass
 class Memory:
     state: Any = None

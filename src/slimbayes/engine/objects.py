@@ -203,8 +203,9 @@ def written_by_hooks(modules: Iterable[nn.Module]) -> Iterator[Any]:
     """What hooks on modules may collect things in: containers and tensors that they refer to, and the attributes of
     their own objects, or of others from where they come from. Not what they count in a variable of a function's.
     """
-    every = (hook for m in modules for held in (m._forward_hooks, m._forward_pre_hooks) for hook in held.values())
-    for hook in {id(hook): hook for hook in every}.values():
+    of_all = nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks
+    kinds = (*of_all, *(held for m in modules for held in (m._forward_hooks, m._forward_pre_hooks)))
+    for hook in {id(hook): hook for held in kinds for hook in held.values()}.values():
         bound = [*getattr(hook, "args", ()), *getattr(hook, "keywords", {}).values()]  # of a partial
         function = getattr(hook, "func", hook)
         owner = getattr(function, "__self__", None)

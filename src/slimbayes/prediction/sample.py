@@ -121,6 +121,7 @@ def frozen(model: nn.Module, draws: int = 1, seed: Seed = None) -> Iterator[nn.M
     Inside, `sample(model, x)` returns (S, B, ...) of the held draws, and a bare `model(x)` shares its rows out among
     them. Methods that draw afresh for every row hold one draw for all rows here. Equal seeds hold equal functions, the
     same that `predict` uses with that seed; by default the seed is the next number of torch's own generator.
+    Threads that begin inside hold nothing: run what they call by `contextvars.copy_context().run`.
 
     Example:
         >>> import slimbayes as sb
