@@ -23,6 +23,7 @@ UNORDERED = Iterator, Set  # in which nobody finds the tensors of another run ag
 _CODE = FunctionType, MethodType, partial
 _DEEPEST = 6  # objects within objects
 _GROWS = (list, dict, set, deque)
+_MACHINERY = {"torch", "slimbayes", "accelerate", "deepspeed"}  # packages whose hooks do not look on: they run models
 _CACHES: WeakKeyDictionary[type[nn.Module], list[Any]] = WeakKeyDictionary()  # by class
 PLAIN = {int, float, str, bool, bytes, type(None)}  # of which vocabularies have many
 
@@ -210,10 +211,12 @@ def written_by_hooks(modules: Iterable[nn.Module]) -> Iterator[Any]:
         function = getattr(hook, "func", hook)
         owner = getattr(function, "__self__", None)
         function = getattr(function, "__func__", function)
+        home = str(getattr(function, "__module__", "")).partition(".")[0]
+        if home in _MACHINERY:
+            continue
         if inspect.isfunction(function):
             named = inspect.getclosurevars(function)
             bound += [*named.nonlocals.values(), *named.globals.values(), *(function.__defaults__ or ())]
-        home = getattr(function, "__module__", "").partition(".")[0]
         for value in (owner, *bound):
             if isinstance(value, (Tensor, list, dict, set, deque)):
                 yield value
