@@ -76,7 +76,7 @@ MUTATIONS = [
     ),
     Mutation(
         "methods-draw-anew",
-        "if not needs_rows(self.posteriors):",
+        "if self.frozen is None and not needs_rows(self.posteriors):",
         "if False:",
         "test_strange_outputs.py -k has_one_draw",
     ),
@@ -165,7 +165,7 @@ MUTATIONS = [
     ),
     Mutation(
         "scope",
-        "return passes.run(scope, own, *args, **kwargs)",
+        "return passes.run(scope, lambda: _look_at_first(module, name, own)(*args, **kwargs))",
         "return own(*args, **kwargs)",
         'test_review_entries.py -k "method or generate"',
     ),

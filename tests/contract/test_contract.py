@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import slimbayes as sb
-from slimbayes.engine import calls, noise, passes
+from slimbayes.engine import bare, calls, noise, passes
 from slimbayes.engine.locate import layout_of
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer, Converted
@@ -310,7 +310,7 @@ def test_compiles_as_one_graph(method: str, layer: str, monkeypatch: pytest.Monk
     torch.manual_seed(0)
     torch.testing.assert_close(main_output(sb.sample(compiled, x)), expected, rtol=1e-4, atol=1e-5)
     inside = layer in COMPILED_LAYERS and method not in SAME_BARE_GRAPH
-    if inside and calls.needs_rows(posteriors_of(model)):  # else a bare call is one more draw
+    if inside and bare.needs_rows(posteriors_of(model)):  # else a bare call is one more draw
         assert main_output(compiled(x)).shape == main_output(model(x)).shape
     if (method, layer) in RANDOM and not isinstance(METHODS[method], sb.ModelPatch):  # which may pick alike
         assert not torch.equal(main_output(sb.sample(compiled, x)), expected), "the graph holds its noise"

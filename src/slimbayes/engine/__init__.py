@@ -3,6 +3,7 @@
 A call, from the outside in:
 
     calls       opens a pass: for a bare call, a method, `sample`; runs draws folded into one forward, or one by one
+    bare        passes of bare calls and of methods, whose rows share out the members
     locate      finds the layout of a call: kept with the model, proven once for each kind of input
     layout      where rows lie in inputs, outputs and layers; tensors in nested inputs
     objects     what is no tensor: caches of keys and values, distributions, objects of somebody's
@@ -18,5 +19,5 @@ The proof of a layout:
     trial       one run of the plain model
     probe       what converted layers meet in it
     quiet       nothing random in it
-    state       nothing left behind by it: what modules keep from call to call
+    state       nothing left behind by it: what modules keep from call to call; `holders` are where they keep it
 """

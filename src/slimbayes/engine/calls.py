@@ -11,17 +11,16 @@ Sizes: S draws, B rows of the caller's batch, K members.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from slimbayes.engine import noise, passes
-from slimbayes.engine.layout import Layout, Unproven, arrays_of, padded
+from slimbayes.engine.bare import Scope, bare_pass, most_members, needs_rows
+from slimbayes.engine.layout import Layout, Unproven
 from slimbayes.engine.locate import (
     call_outside,
     check_size,
@@ -34,55 +33,10 @@ from slimbayes.engine.locate import (
 from slimbayes.engine.modules import first_key, plan_once
 from slimbayes.engine.objects import NotJoined, check_caches, copy_containers, is_cache, keep_caches_whole, stack_draws
 from slimbayes.engine.passes import Pass
+from slimbayes.engine.quiet import inside_func
 from slimbayes.engine.trial import forgetting_drawn_weights
-from slimbayes.errors import SlimbayesWarning
 
 Fold = Literal["auto"] | bool
-
-
-class Scope(Pass):
-    """A method other than forward: the layers it calls belong to one pass, and each row to one member.
-
-    Its draws are made when the first layer asks, again after a backward pass, or when the number of rows changes. In a
-    `whole` scope (generate) calls of the model itself share it, and rows are the sequences that came in, however many
-    beams they become.
-    """
-
-    def __init__(self, module: nn.Module, posteriors: Sequence[Any], whole: bool, rows: int) -> None:
-        super().__init__(None, rows, held=True)
-        self.noise = dict.fromkeys([p.key for p in posteriors])  # type: ignore[assignment]
-        self.module, self.posteriors, self.whole = module, posteriors, whole
-        self.first = noise.random_member(posteriors[0].device)
-        self.inner: Pass | None = None
-        self.layouts: dict[nn.Module, Layout] = {}  # of the modules that were called inside
-
-    def located(self, module: nn.Module, args: Any, kwargs: Any) -> Layout:
-        """Where rows lie in a call inside; in a whole scope as at the module's first call."""
-        found = self.layouts.get(module) if self.whole else None  # later steps carry a cache that no proof can repeat
-        if found is None:
-            found = self.layouts[module] = layout_of(module, args, kwargs, passes.posteriors_of(module))
-        return found
-
-    def call(self, rows: int, layout: Layout) -> Pass:
-        """The pass for one call inside."""
-        if self.whole and rows and self.rows and rows % self.rows == 0:
-            rows = self.rows
-        if not needs_rows(self.posteriors):
-            layout = replace(layout, rowwise=False)  # one draw for all, however many rows the parts are called with
-        if self.inner is None or self.inner.spent or (self.inner.rows != rows and self.inner.draws is None):
-            if self.inner is not None and not self.inner.spent and layout.rowwise:
-                said = (
-                    f"A method of {type(self.module).__name__} calls its parts with {self.inner.rows} and {rows} rows, "
-                    f"which share out draws in other ways: hold one for all, with frozen(model, draws=1)."
-                )
-                warnings.warn(said, SlimbayesWarning, stacklevel=6)
-            self.inner = _bare_pass(self.posteriors, rows, layout, self.first)
-        if self.whole and self.inner.draws is None and not layout.rowwise and rows > 1:
-            raise ValueError(
-                f"Sequences cannot each have a draw: the rows of a part of {type(self.module).__name__} cannot be told "
-                f"apart ({layout.why}). Hold one draw for all of them: with frozen(model, draws=1)."
-            )
-        return self.inner.view(rows, layout if self.inner.draws is None else None)
 
 
 def call_module(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -94,24 +48,9 @@ def call_module(module: nn.Module, function: Callable[..., Any], args: Any, kwar
         return _open_pass(module, function, args, kwargs)
     if key is None or (found is not None and not found.held):
         return function(*args, **kwargs)
-    if found is None or (isinstance(found, Scope) and found.module is module and not found.whole):
+    if found is None or (isinstance(found, Scope) and found.module is module and not (found.whole or found.frozen)):
         return _open_pass(module, function, args, kwargs)
     return _call_under_held_draws(found, module, function, args, kwargs)
-
-
-def scope_of(module: nn.Module, args: Any, kwargs: Any, whole: bool = False) -> Scope | None:
-    """The scope that a call of a method opens; None where a pass is under way, or nothing is drawn."""
-    key = first_key(module)
-    if key is None or torch.compiler.is_compiling() or passes.of(key) is not None:
-        return None
-    arrays = arrays_of((args, kwargs)) if whole else []
-    rows = padded(arrays[0]).shape[0] if arrays and padded(arrays[0]).dim() else 1
-    return Scope(module, passes.posteriors_of(module), whole, rows)
-
-
-def needs_rows(posteriors: Sequence[Any]) -> bool:
-    """Whether a bare call has different draws for different rows."""
-    return plan_once(posteriors, "needs rows", lambda: any(p.members > 1 or p.by_row for p in posteriors))
 
 
 def _open_pass(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -126,11 +65,11 @@ def _open_pass(module: nn.Module, function: Callable[..., Any], args: Any, kwarg
         check_caches(kwargs)
     if layout is not None:
         check_size(module, (args, kwargs), posteriors, layout)
-        if _most_members(posteriors) > 1:
+        if most_members(posteriors) > 1:
             warn_of_part(module, posteriors, rows)
         if not layout.rowwise and rows > 1:
             warn_of_loop(layout, "each call uses one draw for all rows, where rows would share out the members")
-    new = _bare_pass(posteriors, rows, layout)
+    new = bare_pass(posteriors, rows, layout)
     new.opener = module
     try:
         return run_pass(new, posteriors, function, args, kwargs)
@@ -140,31 +79,18 @@ def _open_pass(module: nn.Module, function: Callable[..., Any], args: Any, kwarg
         return _open_pass(module, function, args, kwargs)
 
 
-def _most_members(posteriors: Sequence[Any]) -> int:
-    return plan_once(posteriors, "most members", lambda: max(p.members for p in posteriors))
-
-
-def _bare_pass(posteriors: Sequence[Any], rows: int, layout: Layout | None, first: Any = None) -> Pass:
-    """Each row one draw, members starting at a random one; one draw for all rows where they cannot be told apart."""
-    most = _most_members(posteriors)
-    rowwise = layout is not None and layout.rowwise and rows > 0
-    if first is None:
-        first = noise.random_member(posteriors[0].device) if most > 1 else 0
-    new = Pass(None if rowwise else 1, rows, first, rowwise)
-    new.layout = layout if rowwise else None
-    return noise.draw(posteriors, new)
-
-
 def run_pass(new: Pass, posteriors: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the draws of a pass, run, and let a backward pass find them again."""
     tree = getattr(posteriors, "tree", None)  # of all posteriors under a module, outside of a compiler
-    looks = tree is not None and tree.keeps_drawn.get((tree.modules[0].training, torch.is_grad_enabled()), True)
+    known = None if tree is None else tree.keeps_drawn.get((tree.modules[0].training, torch.is_grad_enabled()))
+    looks = tree is not None and (known is None or known)
+    new.handed = [] if looks and known is None and not inside_func() else None
 
     def call_drawn() -> Any:
         noise.realise(posteriors, new)
         return function(*args, **kwargs)
 
-    with forgetting_drawn_weights(tree, (args, kwargs)) if looks else nullcontext():
+    with forgetting_drawn_weights(tree, (args, kwargs), new) if looks else nullcontext():
         out = passes.run(new, call_drawn)
     warn_of_unused(posteriors, new, function, out)
     passes.remember(out, new)
@@ -191,7 +117,7 @@ def _call_under_held_draws(held: Pass, module: nn.Module, function: Callable[...
         return run_pass(new, posteriors, function, args, kwargs)
     except Unproven as error:
         if isinstance(held, Scope):
-            raise ValueError(f"{error}: hold one draw for all rows, with frozen(model, draws=1).") from error
+            raise ValueError(f"{error}: take one draw, write_out(model, j) inside frozen(model).") from error
         unfold(layout, error)
         return _call_under_held_draws(held, module, function, args, kwargs)
 
@@ -199,11 +125,12 @@ def _call_under_held_draws(held: Pass, module: nn.Module, function: Callable[...
 def held_draws(what: str, posteriors: Sequence[Any], seed: noise.Seed) -> Pass | None:
     """The draws that `frozen` or `mean` hold for a model, which no seed can change; refused inside its own forward."""
     held = passes.of(posteriors[0].key) if posteriors else None
-    if held is None or isinstance(held, Scope) or passes.recomputing(held):
+    if held is None or passes.recomputing(held):
         return None
     if not held.held:
         raise ValueError(f"{what} was called inside a forward pass of the same model; call it from outside.")
-    if seed is not None:
+    held = held.frozen if isinstance(held, Scope) else held
+    if held is not None and seed is not None:
         raise ValueError(f"{what}(..., seed=) inside `frozen` would change nothing: give the seed to frozen.")
     return held
 

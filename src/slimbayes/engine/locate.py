@@ -27,8 +27,8 @@ from slimbayes.errors import SlimbayesWarning
 
 _PROVING = threading.RLock()
 _PLAIN = {Tensor, bool, int, float, str, type(None)}  # arguments that hold no others
-_PART = threading.local()  # the latest part of a model called by itself: its name, its model's number, and its rows
 _MODES = 8  # of a model for which rows are located, for each kind of input
+_PART = threading.local()  # the latest part of a model called by itself: its name, its model's number, and its rows
 _WRAPPED = {"_orig_mod", "_forward_module"}  # where torch.compile and Fabric keep what they run
 
 

@@ -19,7 +19,7 @@ from slimbayes.errors import SlimbayesWarning
 
 Objects = tuple[Sequence[Any], ...]  # those that something lies in, of all draws, the outermost first
 UNORDERED = Iterator, Set  # in which nobody finds the tensors of another run again
-_CODE = FunctionType, MethodType, partial
+CODE = FunctionType, MethodType, partial
 _DEEPEST = 6  # objects within objects
 
 
@@ -211,7 +211,7 @@ def _joined(leaves: Sequence[Any], around: Objects, batch: torch.Size | None) ->
             f"gone. Compute what you need of it (log_prob, rsample) in the forward of a module and convert that, or "
             f"exclude those layers."
         )
-    if around and isinstance(first, _CODE) and not all(leaf == first for leaf in leaves):
+    if around and isinstance(first, CODE) and not all(leaf == first for leaf in leaves):
         raise _Apart  # nobody sees what they were bound to
     if not held[0]:
         return first if around and not isinstance(first, str) else NotJoined(leaves)

@@ -53,6 +53,7 @@ class Pass:
     """The layout of one call and the draws in it."""
 
     probing = False  # a proof of rows is no pass, but takes its place
+    watched = False  # whether a method that holds it is looked at
 
     def __init__(
         self, draws: int | None, rows: int, first: int | Tensor = 0, rowwise: bool = True, held: bool = False
@@ -78,6 +79,8 @@ class Pass:
         self.opener: Any = None  # the module whose call opened it
         self.task = -1
         self.spent: list[bool] = []  # filled when a backward pass has gone through it
+        # In a first call: drawn weights that code past their layers has read, by name, and copies of these.
+        self.handed: list[tuple[str, Tensor, Tensor]] | None = None
         # Of layers that have run, in any call: their keys, and, where their own forward reads weights, which it read.
         self.met: dict[Any, None] = {}
         self.lasting = Lasting()  # what draws that run one after another left in the modules
@@ -131,6 +134,18 @@ class Pass:
         new.noise = {key: Noise(noise.block[index], noise.row) for key, noise in self.noise.items()}
         new.keys = {key: numbers[index] for key, numbers in self.keys.items()}
         return new
+
+    def hand_out(self, name: str, value: Tensor) -> Tensor:
+        """A drawn weight for code past its layer, which may read it."""
+        if self.handed is not None and not value.is_meta:
+            self.handed.append((name, value, value.detach().clone()))
+        return value
+
+    def written(self) -> str | None:
+        """The name of a layer whose drawn weight somebody wrote into."""
+        handed, self.handed = self.handed or (), None
+        other = (n for n, v, old in handed if v.shape != old.shape or bool(((v != old) & (old == old)).any()))
+        return next(other, None)
 
     def pick(self, posterior: Any, parameter: Tensor, count: int) -> Tensor:
         """Lay a parameter (K, ...) out by the member of each block, or of each row: (count, ...)."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from operator import is_
@@ -15,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from slimbayes.engine.holders import PLAIN, caches_of, homes_of, is_large, reached, written_by_hooks
 from slimbayes.engine.modules import Keyed, has_known_class, modules_of
 from slimbayes.engine.quiet import inside_func
 
-_GROWS = (list, dict, set, deque)
-_PLAIN = {int, float, str, bool, bytes, type(None)}  # of which vocabularies have many
 _ABSENT = object()
 CACHED_NAMES = "_slimbayes_cached"  # where a module keeps the names of what it computed from drawn weights
 # By number of a module and name of an attribute: (what is there after a call, or _ABSENT, True) if it is another object
@@ -49,13 +47,17 @@ class State:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         found = modules_of(model)
-        own = [m for m in found if not (isinstance(m, (Keyed, nn.ModuleDict)) or has_known_class(m))]
-        self.own = len(own)  # of `modules` the first so many, whose attributes count, too; of others only buffers do
-        known = set(map(id, own))
-        self.modules = own + ([m for m in found if m._buffers and id(m) not in known] if self.every else [])
+        own = [m for m in found if not isinstance(m, (Keyed, nn.ModuleDict))]
+        self.own, self.homes = len(own), homes_of(own)  # modules whose attributes count; of the others buffers do
+        more = [m for m in found if m._buffers and (has_known_class(m) or isinstance(m, (Keyed, nn.ModuleDict)))]
+        self.modules = own + (more if self.every else [])
+        self.caches = {id(cache): cache for m in own for cache in caches_of(type(m))}
+        self.clear_caches()
         self.before = self._now()
         self.hooks = [(held, set(held)) for m in found for held in (m._forward_pre_hooks, m._forward_hooks)]
-        inside = _reached(v for kept in self.before for v in kept.values())
+        inside = reached((v for kept in self.before for v in kept.values()), self.homes)
+        if self.every:
+            inside |= {key: v for key, v in reached(written_by_hooks(found)).items() if not is_large(v)}
         self.values = {key: (v, _copy(v), _version(v)) for key, v in inside.items() if not isinstance(v, tuple)}
 
     def _now(self) -> list[dict[str, Any]]:
@@ -69,11 +71,16 @@ class State:
                 value, old = now.get(name, _ABSENT), before.get(name, _ABSENT)
                 if value is not old:
                     found[i, name] = (value, True)
-                elif written := [v for key in _reached([value]) for v in self._written(key)]:
+                elif written := [v for key in reached([value], self.homes) for v in self._written(key)]:
                     found[i, name] = (written, False)
         for i, held, number in self._hooked():
             found.setdefault((~i, "hooks"), ([], False))[0].append(partial(held.__setitem__, number, held[number]))
         return found
+
+    def clear_caches(self) -> None:
+        """Let methods that remember what they returned work it out again: with other weights."""
+        for cache in self.caches.values():
+            cache.cache_clear()
 
     def _hooked(self) -> list[tuple[int, Any, int]]:
         """Hooks that came since and are not ours: models that collect what their parts give put them up in a call."""
@@ -104,6 +111,7 @@ class State:
 
     def restore(self) -> None:
         """Go back to that moment."""
+        self.clear_caches()
         for module, before, now in zip(self.modules, self.before, self._now(), strict=True):
             for name in {**before, **now}:
                 if now.get(name, _ABSENT) is not before.get(name, _ABSENT):
@@ -123,10 +131,11 @@ class State:
 
     def forget(self) -> None:
         """Go back to that moment in what is marked alone."""
+        self.clear_caches()
         for module, before in zip(self.modules, self.before, strict=True):
             for name in module.__dict__.get(CACHED_NAMES, ()):
                 _put(module, name, before.get(name, _ABSENT))
-                for key in _reached([before.get(name)]):
+                for key in reached([before.get(name)], self.homes):
                     for value, old, version in [self.values[key]] if key in self.values else []:
                         if not _same(value, old, version):
                             _fill(value, old)
@@ -135,7 +144,7 @@ class State:
 class Trials(State):
     """Trials of a model under these posteriors, and what they leave as it was: what modules keep, torch's own included,
     parameters that are written to, as target networks are in a forward (not those of FSDP2, which writes to them
-    itself), and random numbers of Python, numpy and the modules' own.
+    itself), what hooks collect, and random numbers of Python, numpy and the modules' own.
     """
 
     every = True
@@ -217,33 +226,22 @@ def same_changes(a: Change, b: Change) -> bool:
 
 
 def _kept(module: nn.Module) -> dict[str, Any]:
-    """Buffers, and attributes that not every module has."""
+    """Buffers, and attributes that not every module has; of torch's own modules what others put there: tensors and
+    objects, but for weights that hooks compute.
+    """
     own = {n: v for n, v in module.__dict__.items() if not (n in _OF_ALL or n.startswith("_slimbayes"))}
+    if has_known_class(module):
+        return {n: v for n, v in own.items() if type(v) not in PLAIN and not n.startswith(("_", "weight", "bias"))}
     return {**own, **module._buffers}
 
 
 _OF_ALL = {*nn.Module().__dict__, "forward"}
 
 
-def _reached(values: Iterable[Any]) -> dict[int, Any]:
-    """By identity, what can be written into of these: tensors and containers, and those within containers."""
-    found: dict[int, Any] = {}
-    ahead = list(values)
-    while ahead:
-        value = ahead.pop()
-        if isinstance(value, nn.Parameter) or id(value) in found:
-            continue
-        if isinstance(value, (Tensor, tuple, *_GROWS)):
-            found[id(value)] = value
-            if not isinstance(value, Tensor):
-                inner = value.values() if isinstance(value, dict) else value
-                ahead += [v for v in inner if type(v) not in _PLAIN]
-    return found
-
-
 def copy_modules(model: Any) -> Any:
     """A deep copy of a module, also where it keeps tensors of its last call's graph, which torch does not copy."""
-    inside = _reached(v for m in modules_of(model) for v in _kept(m).values()).values()
+    found = modules_of(model)
+    inside = reached((v for m in found for v in _kept(m).values()), homes_of(found)).values()
     kept = [v for v in inside if isinstance(v, Tensor) and v.grad_fn is not None]
     return copy.deepcopy(model, {id(v): v.detach().clone() for v in kept})
 

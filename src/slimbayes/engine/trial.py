@@ -159,7 +159,7 @@ def _count_uses(probe: Probe) -> Counter[str]:
 
 
 @contextmanager
-def forgetting_drawn_weights(tree: Any, inputs: Any) -> Iterator[None]:
+def forgetting_drawn_weights(tree: Any, inputs: Any, new: passes.Pass) -> Iterator[None]:
     """A call after which modules have nothing left that they computed from drawn weights and would take for the next
     one's, such as a product of two or the features of a prompt: that has other draws. Looked for once in each mode.
     """
@@ -173,7 +173,15 @@ def forgetting_drawn_weights(tree: Any, inputs: Any) -> Iterator[None]:
             yield
             if mode not in tree.keeps_drawn and not inside_func():
                 changed = bool(state.own and state.changes())
-                tree.keeps_drawn[mode] = changed and _marked(model, tree.posteriors, inputs, state)
+                if name := new.written():
+                    state.restore()  # the next call is to fail, too
+                    raise ValueError(
+                        f"A forward writes into a parameter of {name}, which is drawn anew in each call: what it "
+                        f"writes would be lost. Write to it outside of forward (if that is done in the first call, "
+                        f"call the model before it is converted), or leave the layer as it is: exclude={name!r}."
+                    )
+                marked = changed and _marked(model, tree.posteriors, inputs, state)
+                tree.keeps_drawn[mode] = marked or bool(state.caches)
         finally:
             state.forget()
 

@@ -144,8 +144,15 @@ class AnyLayer(BayesLayer):
         held = found.substitutes  # written into: reentrant checkpoints find a copy of the pass at each look
         before, own = held.copy(), {name: own_value(self, name) for name in self.read_names}
         held.update({(self.bayes_key, name): value for name, value in (own | values).items()})
+        state = None if found.handed is None else State(self)
+        copies = [] if state is None else [(v, v.detach().clone()) for v in values.values() if not v.is_meta]
         try:
-            return self.plain_forward(args, kwargs)
+            out = self.plain_forward(args, kwargs)
+            if state is not None and found.handed is not None and state.changes():
+                # What it writes in each call, such as a bound of its weight's norm, each draw has; not what it notes to
+                # have done, such as a start that fits the first inputs.
+                found.handed += [(self.bayes_name, value, old) for value, old in copies]
+            return out
         finally:
             held.clear()
             held.update(before)

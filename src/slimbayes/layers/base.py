@@ -188,7 +188,8 @@ class BayesLayer(Converted):
         for site in self.sites():
             posterior: Any = self.posterior[site.name]
             if name in (site.parameter, site.bias_parameter) and posterior.has_weights and posterior.drawn == 1:
-                return posterior.materialise(self.linear_map(site.name), 0)[name != site.parameter]
+                value = posterior.materialise(self.linear_map(site.name), 0)[name != site.parameter]
+                return value if found is None else found.hand_out(self.bayes_name, value)
         return own_value(self, name)
 
 

@@ -6,14 +6,21 @@ which would read weights past our layers, are turned off.
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from slimbayes.engine import calls, passes
-from slimbayes.layers.base import Converted, made_once, mixed_class
+from slimbayes.engine import bare, calls, passes
+from slimbayes.engine.layout import arrays_of
+from slimbayes.engine.modules import first_key, modules_of
+from slimbayes.engine.trial import on_trial
+from slimbayes.errors import SlimbayesWarning
+from slimbayes.layers.base import BayesLayer, Converted, made_once, mixed_class
 
 _NUMBERS = count(1)  # of conversions, in this process
 
@@ -48,13 +55,61 @@ def runs_later(plain: type[nn.Module], name: str) -> bool:
     return any(kind(value) for kind in later)
 
 
+class _Uses(TorchFunctionMode):
+    """Sees whose weights a method computes with itself, which are then those of the layers and no draws."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        layers = [m for m in modules_of(module) if isinstance(m, BayesLayer)]
+        drawn = [m for m in layers if not all(p.late for p in m.posteriors())]  # those drop activations
+        self.owners = {
+            id(p): m for m in drawn for name, p in m._parameters.items() if name in m.read_names and p is not None
+        }
+        self.used: BayesLayer | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, found = func(*args, **(kwargs or {})), passes.current()
+        if found is not None and found.held and isinstance(out, Tensor) and not on_trial():  # not for its type alone
+            given = (*args, *(kwargs or {}).values())
+            self.used = self.used or next((self.owners[id(a)] for a in given if id(a) in self.owners), None)
+        return out
+
+
+def _look_at_first(module: Any, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that says, at its first call, whether it computes with layers' own weights."""
+    seen: set[str] = module.__dict__.setdefault("_slimbayes_methods", set())
+    held = passes.of(first_key(module) or "")
+    if name in seen or held is None or not held.held or held.watched or torch.compiler.is_compiling():
+        return own
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        seen.add(name)
+        held.watched = True
+        try:
+            with _Uses(module) as uses:
+                out = own(*args, **kwargs)
+        finally:
+            held.watched = False
+        if uses.used is not None and arrays_of((args, kwargs)) and arrays_of(out):
+            warnings.warn(
+                f"{name} of {type(module).__name__} computes with a parameter of {uses.used.bayes_name} past that "
+                f"layer's forward: it is the layer's own, and no draw. Do so in the model's forward, where it is one, "
+                f"or take a draw as a plain model: write_out(model, j) inside frozen(model).",
+                SlimbayesWarning,
+                stacklevel=5,
+            )
+        return out
+
+    return run
+
+
 def _scoped(module: Any, name: str, args: Any, kwargs: Any) -> Any:
     own = functools.partial(getattr(module.plain, name), module)
     later = runs_later(module.plain, name)
-    scope = calls.scope_of(module, args, kwargs, whole=name == "generate" and not later)
+    scope = bare.scope_of(module, args, kwargs, whole=name == "generate" and not later)
     if scope is not None and not later:
-        return passes.run(scope, own, *args, **kwargs)
-    begun = own(*args, **kwargs)
+        return passes.run(scope, lambda: _look_at_first(module, name, own)(*args, **kwargs))
+    begun = (own if later else _look_at_first(module, name, own))(*args, **kwargs)
     if scope is None:
         return begun
     held = _stepwise if inspect.isgenerator(begun) else _awaited_steps if inspect.isasyncgen(begun) else _awaited

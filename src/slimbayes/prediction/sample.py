@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.convert.convert import conversions_of, debayesianize
-from slimbayes.engine import calls, noise, passes
+from slimbayes.engine import bare, calls, noise, passes
 from slimbayes.engine.calls import Fold
 from slimbayes.engine.layout import arrays_of
 from slimbayes.engine.noise import Seed
@@ -110,6 +110,7 @@ def frozen(model: nn.Module, draws: int = 1, seed: Seed = None) -> Iterator[nn.M
     Inside, `sample(model, x)` returns (S, B, ...) of the held draws, and a bare `model(x)` shares its rows out among
     them. Methods that draw afresh for every row hold one draw for all rows here. Equal seeds hold equal functions, the
     same that `predict` uses with that seed; by default the seed is the next number of torch's own generator.
+    Threads that begin inside hold nothing: run what they call by `contextvars.copy_context().run`.
 
     Example:
         >>> import slimbayes as sb
@@ -183,6 +184,7 @@ def write_out(model: Model, draw: int = 0) -> Model:
     """
     posteriors = converted_posteriors(model)
     held = passes.of(posteriors[0].key) if posteriors else None
+    held = held.frozen if isinstance(held, bare.Scope) else held
     if posteriors and (held is None or not held.held or not 0 <= draw < held.total):
         raise ValueError(
             f"write_out(model, {draw}) needs that draw to be held: call it inside `with frozen(model, draws=...):`."
