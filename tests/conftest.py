@@ -51,6 +51,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what is imported by now stays: no collection need look at it again
 
 
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Between files too: else every collection that a library asks for goes through all that the tests before it left,
+    which is most of a second after some thousands."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect(1)
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

@@ -16,10 +16,11 @@ Case = tuple[str, str, str]  # (method, layer, property)
 
 
 def pairs_in(case: Case, alike: Mapping[str, str] = {}) -> set[tuple[str, str, str]]:
-    """The three pairs of a case, each marked by what it is a pair of; to layers, `alike` methods are one."""
+    """The three pairs of a case, each marked by what it is a pair of; to one another, `alike` methods and layers are
+    one."""
     method, layer, name = case
-    to_layer = alike.get(method, method)
-    return {("method, layer", to_layer, layer), ("method, property", method, name), ("layer, property", layer, name)}
+    both = (alike.get(method, method), alike.get(layer, layer))
+    return {("method, layer", *both), ("method, property", method, name), ("layer, property", layer, name)}
 
 
 def covering(
@@ -61,6 +62,18 @@ def pairwise(*axes: Collection[Any]) -> list[tuple[Any, ...]]:
                 missing -= pairs[case]
     values = [list(axis) for axis in axes]
     return [tuple(values[n][i] for n, i in enumerate(case)) for case in sorted(chosen)]
+
+
+def each(more: Collection[Any], fewer: Collection[Any]) -> list[tuple[Any, Any]]:
+    """Of the product of two axes that have little to do with each other, enough cases to have every value of both.
+
+    >>> each("abcd", (0, 1))
+    [('a', 0), ('b', 1), ('c', 1), ('d', 0)]
+    """
+    one, other = list(more), list(fewer)
+    if len(one) < len(other):
+        return [(first, second) for second, first in each(other, one)]
+    return [(value, other[(i + i // len(other)) % len(other)]) for i, value in enumerate(one)]
 
 
 def first_met(pairs: list[Pair]) -> set[Pair]:

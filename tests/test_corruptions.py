@@ -3,15 +3,16 @@
 
 import colorsys
 import io
+import itertools
 import math
 import os
 import zipfile
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from covering import each, pairwise
 from PIL import Image
 from scipy import ndimage
 from torch import Tensor
@@ -99,8 +100,7 @@ def test_shape_dtype_range_levels_and_seed(name: str, photos: Path) -> None:
     assert other.equal(y) == (name in FIXED)
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("style", ["cifar", "imagenet"])
+@pytest.mark.parametrize(("name", "style"), each(ALL, ["cifar", "imagenet"]))
 def test_images_get_their_own_randomness(name: str, style: str, photos: Path) -> None:
     x = pictures(1).expand(12, -1, -1, -1)
     y = corrupt(x, name, 5, seeded(), style, photos)  # type: ignore[arg-type]
@@ -109,12 +109,26 @@ def test_images_get_their_own_randomness(name: str, style: str, photos: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", ["cifar", "imagenet"])
 @pytest.mark.parametrize(
-    "name",
-    ["gaussian_noise", "shot_noise", "impulse_noise", "speckle_noise", "gaussian_blur", "defocus_blur", "motion_blur",
-     "zoom_blur", "contrast", "brightness", "jpeg_compression", "pixelate"],
-)  # fmt: skip
+    ("style", "name"),
+    each(
+        ["cifar", "imagenet"],
+        [
+            "gaussian_noise",
+            "shot_noise",
+            "impulse_noise",
+            "speckle_noise",
+            "gaussian_blur",
+            "defocus_blur",
+            "motion_blur",
+            "zoom_blur",
+            "contrast",
+            "brightness",
+            "jpeg_compression",
+            "pixelate",
+        ],
+    ),
+)
 def test_change_grows_with_severity(name: str, style: str) -> None:
     x = pictures(16, 3, 64, 64)
     change = [
@@ -124,7 +138,7 @@ def test_change_grows_with_severity(name: str, style: str) -> None:
     # Pixelate keeps int(64 c) of 64 pixels: where that divides evenly images suffer less, whatever c says. CIFAR's
     # motion blurs 3 and 4 differ in radius alone, which at that sigma is hardly felt.
     slack = {"pixelate": 0.75, "motion_blur": 0.99}.get(name, 1.0)
-    assert all(b > slack * a > 0 for a, b in pairwise(change)), change
+    assert all(b > slack * a > 0 for a, b in itertools.pairwise(change)), change
     assert change[-1] > 1.2 * change[0]
 
 
@@ -182,8 +196,7 @@ def test_every_name_has_five_strengths_in_both_styles() -> None:
 # Noise: moments -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("style", ["cifar", "imagenet"])
-@pytest.mark.parametrize("severity", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(("style", "severity"), each(["cifar", "imagenet"], [1, 2, 3, 4, 5]))
 def test_noise_has_the_stated_moments(style: str, severity: int) -> None:
     def run(name: str, level: float) -> Tensor:
         return corrupt(torch.full((20, 3, 64, 64), level), name, severity, seeded(severity), style, quantize=False)  # type: ignore[arg-type]
@@ -493,8 +506,7 @@ def test_elastic_against_scipy(style: str, size: tuple[int, int]) -> None:
                 np.testing.assert_allclose(got[i, c], want, atol=1e-8)
 
 
-@pytest.mark.parametrize("style", ["cifar", "imagenet"])
-@pytest.mark.parametrize("size", [(32, 32), (45, 70), (224, 224)])
+@pytest.mark.parametrize(("style", "size"), each(["cifar", "imagenet"], [(32, 32), (45, 70), (224, 224)]))
 def test_pixelate_equals_pillow(style: str, size: tuple[int, int]) -> None:
     x = pictures(2, 3, *size)
     for severity in range(1, 6):
@@ -508,9 +520,9 @@ def test_pixelate_equals_pillow(style: str, size: tuple[int, int]) -> None:
             np.testing.assert_array_equal(bytes_of(got[i]), want)
 
 
-@pytest.mark.parametrize("style", ["cifar", "imagenet"])
-@pytest.mark.parametrize("size", [(32, 32), (40, 33), (23, 50), (9, 46)])
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(
+    ("style", "size", "channels"), pairwise(["cifar", "imagenet"], [(32, 32), (40, 33), (23, 50), (9, 46)], [1, 3])
+)
 def test_jpeg_equals_pillow(style: str, size: tuple[int, int], channels: int) -> None:
     x = pictures(4, channels, *size)
     x[1] = torch.round(torch.rand_like(x[1]) * 255) / 255
@@ -625,8 +637,7 @@ def test_errors_say_what_was_got_and_needed() -> None:
         corrupt(pictures(1, 3, 2, 5), "elastic_transform", 1)
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize(("name", "channels"), each(ALL, [1, 2]))
 def test_other_numbers_of_channels_work_or_are_refused(name: str, channels: int, photos: Path) -> None:
     x = pictures(2, channels)
     coloured = (

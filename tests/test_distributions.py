@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from covering import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
@@ -76,8 +77,7 @@ def tensor_kl(q: object, p: object, dtype: torch.dtype = torch.float64) -> float
 # F7, F8: initialisation -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rate", [1e-3, 1e-6, 5e-7, 0.1, 0.3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("rate", "dtype"), each([1e-3, 1e-6, 5e-7, 0.1, 0.3], [torch.float32, torch.float64]))
 def test_scale_of_a_dropout_rate_survives_the_softplus(rate: float, dtype: torch.dtype) -> None:
     """F7: sigma(rho0) = sqrt(p / (1 - p)), the standard deviation of inverted Bernoulli dropout."""
     values, weights = np.array([0.0, 1 / (1 - rate)]), np.array([rate, 1 - rate])
@@ -311,8 +311,10 @@ def test_refused_pairs_really_diverge() -> None:
 # Draws and densities --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("d", [sb.Normal(1.0, 0.1), sb.Cauchy(1.0, 0.1), sb.LogNormal(-0.2, 0.7)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("d", "dtype"),
+    each([sb.Normal(1.0, 0.1), sb.Cauchy(1.0, 0.1), sb.LogNormal(-0.2, 0.7)], [torch.float32, torch.float64]),
+)
 def test_draws_follow_their_distribution(d: object, dtype: torch.dtype) -> None:
     """F9: Kolmogorov-Smirnov against scipy."""
     drawn = d.rsample(torch.randn(20_000, dtype=dtype)).double().numpy()

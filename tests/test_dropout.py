@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import each, pairwise
 from scipy import stats
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -64,9 +65,7 @@ def test_every_dropout_of_torch_is_known() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("call", ["sample", "bare"])
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize(("mode", "call", "kind"), pairwise(["train", "eval"], ["sample", "bare"], SHAPES))
 def test_a_dropout_layer_drops_its_own_units_at_its_own_rate(kind: type[nn.Module], call: str, mode: str) -> None:
     """Values, units, rate, and independence between units, rows and draws; torch in training mode gives the values."""
     rate, x = 0.3, torch.full(SHAPES[kind], 0.7)
@@ -302,8 +301,7 @@ def test_the_papers_baseline_is_dropout_before_every_batch_norm() -> None:
     assert sum(p.numel() for p in net.parameters()) == 11_689_512
 
 
-@pytest.mark.parametrize("unit", ["element", "channel"])
-@pytest.mark.parametrize("kind", ["dense", "convolution", "norm"])
+@pytest.mark.parametrize(("unit", "kind"), each(["element", "channel"], ["dense", "convolution", "norm"]))
 def test_inputs_of_a_layer_are_dropped_scaled_and_nothing_else(kind: str, unit: str) -> None:
     """Layers that can be undone show their inputs: zero or x / (1 - rate), whole channels where asked; biases stay."""
     rate = 0.3

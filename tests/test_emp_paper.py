@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import each, pairwise
 from oracle import shapes_alone
 from scipy import integrate, stats
 from torch import Tensor, nn
@@ -1098,9 +1099,9 @@ def test_predict_approaches_the_enumerated_predictive_distribution(chunk: int | 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cross", [False, True])
-@pytest.mark.parametrize("draws", ["forward", "example"])
-@pytest.mark.parametrize("call", ["sample", "bare"])
+@pytest.mark.parametrize(
+    ("cross", "draws", "call"), pairwise([False, True], ["forward", "example"], ["sample", "bare"])
+)
 def test_rows_of_a_draw_share_their_picks_unless_draws_is_example(cross: bool, draws: str, call: str) -> None:
     net = patched(toy(), cross=cross, draws=draws).eval()
     x = torch.randn(1, 3).expand(64, 3)
@@ -1499,14 +1500,16 @@ class Token(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        sb.Mixture(components=3, jitter=1.0),
-        sb.Mixture(components=3, assignment="element", jitter=1.0),
-        sb.Mixture(components=3, assignment="model", jitter=1.0),
-    ],
+    ("config", "build"),
+    each(
+        [
+            sb.Mixture(components=3, jitter=1.0),
+            sb.Mixture(components=3, assignment="element", jitter=1.0),
+            sb.Mixture(components=3, assignment="model", jitter=1.0),
+        ],
+        [lambda: nn.Linear(4, 4), lambda: nn.LayerNorm(4)],
+    ),
 )
-@pytest.mark.parametrize("build", [lambda: nn.Linear(4, 4), lambda: nn.LayerNorm(4)])
 def test_an_input_of_one_row_meets_every_draw(build: Any, config: sb.Config) -> None:
     net = sb.bayesianize(Token(build()), config, include="layer")
     y = sb.sample(net, torch.zeros(2, 4), draws=9).detach()

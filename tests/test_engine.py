@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from covering import covering
+from covering import covering, each
 from oracle import assert_draws, assert_rows_of_draws, held, quietly
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -1078,8 +1078,7 @@ class UsesBilinear(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [6, 5, 1])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("rows", "method"), each([6, 5, 1], METHODS))
 def test_an_unknown_layer_runs_its_own_forward_with_drawn_weights(method: str, rows: int) -> None:
     model, values = converted(UsesBilinear(), METHODS[method]), torch.randn(rows, 4)
     for name, p in model.named_parameters():

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import each, pairwise
 from scipy import stats
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
@@ -93,9 +94,7 @@ def first(output: Any) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draws", [1, 2])
-@pytest.mark.parametrize("fold", [True, False])
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("draws", "fold", "network"), pairwise([1, 2], [True, False], NETWORKS))
 def test_member_k_is_the_kth_network_bit_for_bit(network: str, fold: bool, draws: int) -> None:
     build, shape = NETWORKS[network]
     net = ensemble_of(build, execution="loop").eval()
@@ -557,8 +556,7 @@ def test_states_go_in_and_out_by_rows() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("execution", ["loop", "batched"])
-@pytest.mark.parametrize("network", ["mlp", "batch-norm", "images"])
+@pytest.mark.parametrize(("execution", "network"), each(["loop", "batched"], ["mlp", "batch-norm", "images"]))
 def test_members_trained_together_equal_members_trained_apart(network: str, execution: str) -> None:
     """The same data, SGD with momentum and decay; the joint loss is the average over members times K."""
     build, shape = NETWORKS[network]
@@ -915,8 +913,7 @@ def test_impossible_options_are_refused(options: dict[str, Any], words: str) -> 
 # Counts, summaries, compilers -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("members", [1, 2, 5])
-@pytest.mark.parametrize("build", [mlp, normed, images, Custom, lambda: nn.LSTM(3, 4)])
+@pytest.mark.parametrize(("members", "build"), each([1, 2, 5], [mlp, normed, images, Custom, lambda: nn.LSTM(3, 4)]))
 def test_counts_and_costs(build: Callable[[], nn.Module], members: int) -> None:
     net = build()
     size = sum(p.numel() for p in net.parameters())

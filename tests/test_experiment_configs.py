@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each
 from oracle import shapes_alone
 from paper_rows import FOLDER, ROOT, ROWS
 from torch import nn
@@ -187,8 +188,7 @@ def _draws(experiment: Experiment) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", ["full", "small"])
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize(("scale", "table"), each(["full", "small"], TABLES))
 def test_its_network_builds_and_converts(table: str, scale: Any) -> None:
     for row in (row for row in rows_of(table) if row.trains):
         experiment = row.experiment(scale)

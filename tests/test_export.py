@@ -14,14 +14,13 @@ import slimbayes as sb
 
 # One of each kind of arithmetic in a graph; `--full-contract` exports all methods in both formats. Otherwise factors of
 # a Cauchy and an ensemble go to ONNX together, as `members_of_a_head`.
-PROGRAMS, ONNX = ["mean-field", "ecmp", "mc-dropout"], list[str]()
+PROGRAMS = ["mean-field", "ecmp", "mc-dropout"]
 
 
-@pytest.fixture
-def chosen(request: pytest.FixtureRequest) -> None:
-    few = PROGRAMS if "program" in request.node.name else ONNX
-    if request.node.callspec.params["method"] not in few and not request.config.getoption("--full-contract"):
-        pytest.skip("with --full-contract")
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "method" in metafunc.fixturenames:
+        few = PROGRAMS if "program" in metafunc.function.__name__ else []
+        metafunc.parametrize("method", METHODS if metafunc.config.getoption("--full-contract") else few)
 
 
 pytestmark = [
@@ -41,8 +40,6 @@ def summaries(model: nn.Module, x: torch.Tensor, draws: int = 3) -> list[np.ndar
     return [np.asarray(part) for part in (found.probs, found.aleatoric, found.epistemic)]
 
 
-@pytest.mark.usefixtures("chosen")
-@pytest.mark.parametrize("method", sorted({*PROGRAMS, *list(METHODS)[::3]}))  # all go through one on their way to ONNX
 def test_a_program_predicts_as_the_model_does(method: str, tmp_path: Path) -> None:
     model = net(method)
     made = sb.export(model, torch.randn(5, 4), tmp_path / "net.pt2", draws=3, seed=5, likelihood="categorical")
@@ -67,8 +64,6 @@ def check_onnx(model: nn.Module, tmp_path: Path) -> None:
     assert about["likelihood"] == "categorical" and about["inputs"] == {"input": [None, 4]}
 
 
-@pytest.mark.usefixtures("chosen")
-@pytest.mark.parametrize("method", METHODS)
 def test_onnx_predicts_as_the_model_does(method: str, tmp_path: Path) -> None:
     check_onnx(net(method), tmp_path)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import each
 from torch import Tensor
 
 import slimbayes as sb
@@ -125,8 +126,7 @@ def test_a_full_bag_keeps_the_latest() -> None:
     assert tokens.tolist() == [[[3, 5]], [[0, 0]]]  # the second patient has no event
 
 
-@pytest.mark.parametrize("most", [None, 1, 3])
-@pytest.mark.parametrize("at_a_time", [1, 7, 100])
+@pytest.mark.parametrize(("most", "at_a_time"), each([None, 1, 3], [1, 7, 100]))
 def test_bags_do_not_depend_on_how_many_events_are_sorted_at_a_time(
     at_a_time: int, most: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from covering import each
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lab_configs import BASE, METHODS
@@ -174,8 +175,12 @@ def test_what_is_no_regular_file_is_refused_unopened(kind: str, saved: Path, tmp
         sb.load(plain(), other)
 
 
-@pytest.mark.parametrize("reader", [read_npz, read_xz, read_cifar_pickle, lambda file: map_npy(file, (None,), "f")])
-@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+@pytest.mark.parametrize(
+    ("reader", "kind"),
+    each(
+        [read_npz, read_xz, read_cifar_pickle, lambda file: map_npy(file, (None,), "f")], ["pipe", "folder", "device"]
+    ),
+)
 def test_readers_of_data_wait_for_no_pipe(reader: Callable[[Path], Any], kind: str, tmp_path: Path) -> None:
     with pytest.raises((ValueError, OSError), match="not a regular file"):
         reader(special(kind, tmp_path, "data"))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import each
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
@@ -138,8 +139,7 @@ MISFITS: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", MISFITS)
-@pytest.mark.parametrize("call", ["predict", "sample"])
+@pytest.mark.parametrize(("case", "call"), each(MISFITS, ["predict", "sample"]))
 def test_inputs_that_do_not_fit_are_told_by_layer(case: str, call: str) -> None:
     model, x, match = MISFITS[case]
     run, given = (sb.predict, x) if call == "predict" else (sb.sample, torch.as_tensor(x))

@@ -4,6 +4,7 @@ import kernel_noise
 import numpy as np
 import pytest
 import torch
+from covering import each
 from interpreter import CUDA, DEVICE, INTERPRETED, needs_triton, run_interpreted
 from torch import Tensor
 
@@ -60,8 +61,7 @@ def twin(x: Tensor, loc: Tensor, scale: Tensor | None, bias: Tensor | None, numb
 
 
 @needs_triton
-@pytest.mark.parametrize("family", range(4))
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("family", "shape"), each(range(4), SHAPES))
 def test_equals_its_definition(family: int, shape: tuple[int, int, int]) -> None:
     x, loc, scale, bias, seed = numbers(*shape, family)
     biased = (family + sum(shape)) % 3
@@ -184,8 +184,7 @@ def grads(net: torch.nn.Module, y: Tensor) -> list[Tensor]:
 
 
 @needs_triton
-@pytest.mark.parametrize("random", ["both", "r"])
-@pytest.mark.parametrize("family", ["normal", "cauchy", "lognormal"])
+@pytest.mark.parametrize(("random", "family"), each(["both", "r"], ["normal", "cauchy", "lognormal"]))
 def test_a_model_with_seeded_noise(monkeypatch: pytest.MonkeyPatch, family: str, random: str) -> None:
     """Folded or draw by draw, by rows or with positions: what kernels make of a seed, spelled out in plain torch."""
     import slimbayes as sb

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.utils.data import DataLoader, TensorDataset
@@ -198,8 +199,7 @@ class Last(nn.Module):
         return self.fc((y[0] if isinstance(y, tuple) else y)[:, -1])
 
 
-@pytest.mark.parametrize("over", ["both", "weights"])
-@pytest.mark.parametrize("kind", ["lstm", "attention", "conv"])
+@pytest.mark.parametrize(("over", "kind"), each(["both", "weights"], ["lstm", "attention", "conv"]))
 def test_rows_together_have_the_curvature_of_rows_alone(kind: str, over: Any) -> None:
     """Together factors scale activations, and each row has its weights; alone they are multiplied into the weight."""
     net, shape = {
@@ -281,8 +281,7 @@ def test_the_root_of_an_inverse() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:By default `link_approx`")
-@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize(("structure", "likelihood"), each(["full", "diag", "kron"], ["classification", "regression"]))
 def test_last_layers_agree_with_laplace_torch(structure: str, likelihood: str) -> None:
     other = pytest.importorskip("laplace", reason="laplace-torch is not installed")
     classes = likelihood == "classification"

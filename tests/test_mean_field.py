@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from covering import pairwise
+from covering import each, pairwise
 from scipy import integrate, optimize, stats
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -154,8 +154,9 @@ def test_a_layer_more_takes_few_operations_more(config: Any, most: int) -> None:
     assert counts[1] - counts[0] <= 4 * most, counts
 
 
-@pytest.mark.parametrize("rank", [1, 2])
-@pytest.mark.parametrize("prior", [sb.Normal(0.1, 0.2), sb.HeNormal(), sb.TiedMean(0.2), sb.EmpiricalBayes()])
+@pytest.mark.parametrize(
+    ("rank", "prior"), each([1, 2], [sb.Normal(0.1, 0.2), sb.HeNormal(), sb.TiedMean(0.2), sb.EmpiricalBayes()])
+)
 def test_the_kl_of_k_tied_layers_together_is_the_sum_of_theirs(prior: Any, rank: int) -> None:
     """And so are its gradients; layers of different widths, one of half precision."""
     net: Any = nn.Sequential(
@@ -296,8 +297,7 @@ def variance(net: Any, x: Tensor) -> Tensor:
     return net.posterior["weight"].output_variance(mapped.squared(x), mapped).detach()
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3])
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize(("rank", "name"), each([1, 2, 3], LOCAL))
 def test_local_outputs_have_the_variance_of_the_scales(name: str, rank: int) -> None:
     """op(x^2, sigma^2), by thin products for k-tied and by the full matrix for mean-field."""
     tied, free, x = pair(name, rank)
@@ -655,8 +655,7 @@ def test_a_cap_does_not_wind_up() -> None:
 # What a conversion starts from, and biases ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("method", [sb.MeanField, sb.KTied])
+@pytest.mark.parametrize(("estimator", "method"), each(ESTIMATORS, [sb.MeanField, sb.KTied]))
 def test_means_are_the_models_weights(method: Any, estimator: Any) -> None:
     """With hardly any scale the converted network is the plain one; with the usual scale its mean prediction stays
     close."""

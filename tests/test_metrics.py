@@ -18,6 +18,7 @@ import forks
 import numpy as np
 import pytest
 import torch
+from covering import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -777,8 +778,7 @@ def test_ends_of_the_unit_interval(bins: int) -> None:
     assert result.ece == pytest.approx(0.5, abs=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("bins", [10, 15, 20, 100])
+@pytest.mark.parametrize(("dtype", "bins"), each([torch.float32, torch.float64, torch.bfloat16], [10, 15, 20, 100]))
 def test_a_probability_on_an_edge_belongs_to_the_bin_below(dtype: torch.dtype, bins: int) -> None:
     """0.15 is on the edge of 20 bins, whichever way its precision rounds it: (0.10, 0.15]. The next number is not."""
     for r in range(bins // 2 + 1, bins):

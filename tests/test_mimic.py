@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from covering import each
 from test_health import REAL, join
 
 from slimbayes.data import load
@@ -401,8 +402,7 @@ def lab_events(stays: Stays) -> list[list[tuple[float, str, float]]]:
     return out
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("seed", "packed"), each(range(3), [False, True]))
 def test_events_equal_a_slow_loop(seed: int, packed: bool, tmp_path: Path) -> None:
     tables = random_tables(seed)
     stays = mimic3(write(tmp_path, tables, packed), 200.0)

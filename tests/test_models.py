@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import each
 from oracle import shapes_alone
 from torch import Tensor, nn
 
@@ -152,8 +153,7 @@ NETWORKS: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("estimator", ["reparam", "flipout"])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("estimator", "name"), each(["reparam", "flipout"], NETWORKS))
 def test_converted_networks_take_a_training_step(name: str, estimator: Any) -> None:
     """Every posterior parameter and every mean gets a finite gradient, and draws differ."""
     build, inputs, include = NETWORKS[name]

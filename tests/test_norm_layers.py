@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each, pairwise
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -109,8 +110,7 @@ def test_every_norm_of_the_library_is_in_the_list() -> None:
     assert norms == {type(build()) for build, _ in CASES.values()}
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("mode", "case"), each(["train", "eval"], CASES))
 def test_one_component_is_the_plain_layer_over_many_calls(case: str, mode: str) -> None:
     """Outputs and running statistics, bit for bit."""
     plain, _ = made(case)
@@ -128,9 +128,7 @@ def test_one_component_is_the_plain_layer_over_many_calls(case: str, mode: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draws", [1, 3])
-@pytest.mark.parametrize("assignment", ["layer", "element"])
-@pytest.mark.parametrize("case", APART)
+@pytest.mark.parametrize(("draws", "assignment", "case"), pairwise([1, 3], ["layer", "element"], APART))
 def test_every_draw_in_eval_mode_is_the_plain_layer_with_that_draws_values(
     case: str, assignment: str, draws: int
 ) -> None:
@@ -144,8 +142,7 @@ def test_every_draw_in_eval_mode_is_the_plain_layer_with_that_draws_values(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("assignment", ["layer", "element"])
-@pytest.mark.parametrize("case", APART)
+@pytest.mark.parametrize(("assignment", "case"), each(["layer", "element"], APART))
 def test_every_row_has_its_own_draw_where_it_is_asked_for(case: str, assignment: str) -> None:
     plain, x = made(case)
     layer = sb.bayesianize(
@@ -205,8 +202,9 @@ def test_gradients_equal_those_of_the_plain_layers_of_the_draws(case: str) -> No
     torch.testing.assert_close(torch.cat([layer.weight.grad[None], posterior.weight.grad]), expected)
 
 
-@pytest.mark.parametrize("name", ["InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"])
-@pytest.mark.parametrize("tracks", [False, True])
+@pytest.mark.parametrize(
+    ("name", "tracks"), each(["InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"], [False, True])
+)
 def test_unbatched_instance_norm(name: str, tracks: bool) -> None:
     plain = shaken(getattr(nn, name)(C, affine=True, track_running_stats=tracks))
     x = torch.randn((C, 4, 3, 2)[: 1 + int(name[-2])])
@@ -288,9 +286,7 @@ def test_dropout_before_norm_means_every_norm() -> None:
 @pytest.mark.filterwarnings(
     "ignore:Mismatch dtype between input and weight:UserWarning"
 )  # torch's own RMSNorm under autocast
-@pytest.mark.parametrize("kind", ["bfloat16", "autocast"])
-@pytest.mark.parametrize("draws", [1, 3])
-@pytest.mark.parametrize("case", APART)
+@pytest.mark.parametrize(("kind", "draws", "case"), pairwise(["bfloat16", "autocast"], [1, 3], APART))
 def test_half_precision_has_the_plain_layers_type_and_values(case: str, kind: str, draws: int) -> None:
     plain, x = made(case)
     layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=3, jitter=0.5)).eval()
@@ -327,9 +323,12 @@ def test_norms_of_different_precision_keep_theirs(draws: int) -> None:
         torch.testing.assert_close(y[j], with_values(nn.LayerNorm(C), *picked(net.b, j))(one), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("draws", ["forward", "example"])
 @pytest.mark.parametrize(
-    "build", [lambda: nn.BatchNorm2d(C), lambda: nn.GroupNorm(2, C), lambda: nn.InstanceNorm2d(C, affine=True)]
+    ("draws", "build"),
+    each(
+        ["forward", "example"],
+        [lambda: nn.BatchNorm2d(C), lambda: nn.GroupNorm(2, C), lambda: nn.InstanceNorm2d(C, affine=True)],
+    ),
 )
 def test_channels_last_memory_stays(build: Any, draws: str) -> None:
     plain = shaken(build()).eval()
@@ -432,9 +431,7 @@ def reference_draws(net: nn.Module, x: Tensor, draws: int) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("tokens", [5, 12])  # 12 tokens: as many as rows in a folded batch of 3 x 4
+@pytest.mark.parametrize(("norm_first", "batch_first", "tokens"), pairwise([False, True], [False, True], [5, 12]))
 def test_an_encoder_with_patched_norms_equals_plain_encoders(batch_first: bool, norm_first: bool, tokens: int) -> None:
     net = sb.bayesianize(encoder(batch_first, norm_first), sb.ModelPatch(components=3, jitter=0.5))
     assert len(posteriors_of(net)) == 5
@@ -559,9 +556,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str, int]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("patch", ["norm", "norm+output"])
-@pytest.mark.parametrize("cross", [False, True])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("patch", "cross", "model"), pairwise(["norm", "norm+output"], [False, True], MODELS))
 def test_patched_models_equal_plain_ones_draw_by_draw(model: str, cross: bool, patch: str) -> None:
     build, inputs, head, norms = MODELS[model]
     net = sb.bayesianize(build(), sb.ModelPatch(components=3, cross=cross, patch=patch, jitter=0.5))
@@ -609,8 +604,7 @@ def test_patched_models_train_and_predict(model: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draws", [1, 3])
-@pytest.mark.parametrize("model", ["bert", "gpt2", "vit"])
+@pytest.mark.parametrize(("draws", "model"), each([1, 3], ["bert", "gpt2", "vit"]))
 def test_gradient_checkpointing_gives_the_same_gradients(model: str, draws: int) -> None:
     build, inputs, _, _ = MODELS[model]
     net = sb.bayesianize(build(), sb.ModelPatch(components=3, patch="norm+output", jitter=0.5)).train()

@@ -4,14 +4,15 @@ Expected values come from closed forms in Python floats or from scipy.
 """
 
 import dataclasses
+import itertools
 import json
 import math
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from covering import each, pairwise
 from scipy import integrate, special
 from torch import Tensor, nn
 
@@ -40,8 +41,7 @@ def predicted(outputs: Tensor, likelihood: str = "categorical", **options: Any) 
 # Log-probabilities ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [17.0, 200.0, 5000.0])
+@pytest.mark.parametrize(("dtype", "size"), each(DTYPES, [17.0, 200.0, 5000.0]))
 def test_log_prob_of_classes_is_finite_at_any_logit(dtype: torch.dtype, size: float) -> None:
     pred = predicted(torch.tensor([[[0.0, size]]], dtype=dtype))
     size = float(torch.tensor(size, dtype=dtype))  # as the type holds it
@@ -50,8 +50,7 @@ def test_log_prob_of_classes_is_finite_at_any_logit(dtype: torch.dtype, size: fl
     assert pred.label.item() == 1 and pred.confidence.item() == pytest.approx(1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("logit", [17.0, -17.0, 200.0, -200.0])
+@pytest.mark.parametrize(("dtype", "logit"), each(DTYPES, [17.0, -17.0, 200.0, -200.0]))
 def test_log_prob_of_binary_targets_is_finite_at_any_logit(dtype: torch.dtype, logit: float) -> None:
     pred = predicted(torch.tensor([[logit]], dtype=dtype), "bernoulli")
     for target, sign in ((1, 1), (0, -1)):
@@ -137,8 +136,7 @@ def test_predictions_join_along_rows() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", [0.1, 1.0, 100.0])
-@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
+@pytest.mark.parametrize(("scale", "likelihood"), each([0.1, 1.0, 100.0], ["categorical", "bernoulli"]))
 def test_temperature_of_very_sure_predictions(scale: float, likelihood: str) -> None:
     """Logits of +-17 x scale, of which sigmoid(1.7) are right: the temperature is 10 x scale, in closed form."""
     rows = 10_000
@@ -418,9 +416,10 @@ def test_accumulated_micro_batches_have_the_gradient_of_the_batch() -> None:
             sb.elbo(torch.zeros(()), net, num_data=100, micro_batches=wrong)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("narrow", [0.1, 1e-2, 1e-4, 1e-6])
-@pytest.mark.parametrize("offset", [0.0, 0.01, 0.5, 1.0, 3.0])
+@pytest.mark.parametrize(
+    ("dtype", "narrow", "offset"),
+    pairwise([torch.float64, torch.float32], [0.1, 1e-2, 1e-4, 1e-6], [0.0, 0.01, 0.5, 1.0, 3.0]),
+)
 def test_kl_of_a_normal_under_a_far_narrower_cauchy(dtype: torch.dtype, narrow: float, offset: float) -> None:
     """Against adaptive quadrature cut at the prior's scales: 1e-4 nats, where it was 1e-3, and infinite in float32."""
 
@@ -429,7 +428,8 @@ def test_kl_of_a_normal_under_a_far_narrower_cauchy(dtype: torch.dtype, narrow: 
 
     near = {sign * 10.0**power - offset for sign in (-1, 1) for power in range(-7, 1)}
     cuts = sorted({-12.0, 12.0, -offset} | near)
-    mean = sum(integrate.quad(integrand, low, high, epsabs=1e-12, limit=200)[0] for low, high in pairwise(cuts))
+    parts = itertools.pairwise(cuts)
+    mean = sum(integrate.quad(integrand, low, high, epsabs=1e-12, limit=200)[0] for low, high in parts)
     expected = mean + math.log(narrow * math.pi) - 0.5 * math.log(2 * math.pi * math.e)
     q = sb.Normal(torch.tensor(1 + offset, dtype=dtype), torch.tensor(1.0, dtype=dtype))
     assert kl_of(q, sb.Cauchy(1.0, narrow)).item() == pytest.approx(expected, abs=1e-4)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
@@ -81,8 +82,7 @@ def test_mixture_is_never_above_average(seed: int, spread: float, likelihood: Ca
     assert likelihood(spread * logits, labels, "mixture") <= likelihood(spread * logits, labels, "average") + 1e-12
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("form", ["average", "mixture", "logits"])
+@pytest.mark.parametrize(("dtype", "form"), each([torch.float32, torch.float64], ["average", "mixture", "logits"]))
 def test_losses_and_gradients_are_finite_where_softmax_underflows(form: str, dtype: torch.dtype) -> None:
     """F11: logits of +-1e4; a confident wrong member costs 2e4 nats in Eq. 13, log 2 in Eq. 14 beside a right one."""
     logits = torch.tensor([[[1e4, -1e4]], [[-1e4, 1e4]]], dtype=dtype, requires_grad=True)
@@ -142,8 +142,7 @@ def mixture_of(mean: Tensor, scale: Tensor) -> td.Distribution:
     return td.MixtureSameFamily(td.Categorical(torch.ones(mean.shape[:2], dtype=torch.float64)), parts)
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
-@pytest.mark.parametrize("scale", [0.3, "vector"])
+@pytest.mark.parametrize(("shape", "scale"), each([(), (3,), (2, 3)], [0.3, "vector"]))
 def test_gaussian_forms_equal_torch_distributions(shape: tuple[int, ...], scale: Any) -> None:
     """F11 for real targets: the sum over a row's outputs, the mean over rows."""
     mean, target = torch.randn(S, B, *shape, dtype=torch.float64), torch.randn(B, *shape, dtype=torch.float64)
@@ -247,8 +246,7 @@ def test_soft_binary_labels_weigh_both_classes(form: str) -> None:
     assert sb.bernoulli(logits, soft, form).item() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("form", ["average", "mixture", "probs", "logits"])
-@pytest.mark.parametrize("index", [-100, 2])
+@pytest.mark.parametrize(("form", "index"), each(["average", "mixture", "probs", "logits"], [-100, 2]))
 def test_ignored_labels_count_for_nothing(form: str, index: int) -> None:
     """F11: the mean over the labels that are left, as torch's cross entropy."""
     logits, labels = logits_and_labels(3)
@@ -407,8 +405,7 @@ def test_staircase_annealing_rises_every_hundred_steps(step: int, expected: floa
 # Prediction: classes --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [0.1, 3.0, 1e4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("scale", "dtype"), each([0.1, 3.0, 1e4], [torch.float32, torch.float64]))
 def test_class_uncertainty_splits_exactly(scale: float, dtype: torch.dtype) -> None:
     """total = aleatoric + epistemic to the bit, total = entropy of the averaged probabilities, epistemic >= 0."""
     logits = (scale * torch.randn(12, 200, C, dtype=torch.float64)).to(dtype)

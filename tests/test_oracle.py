@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from covering import pairwise
+from covering import each, pairwise
 from scipy import optimize, stats
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -414,8 +414,7 @@ def test_vectorised_members_equal_single_models(name: str, family: str, draws: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draws", ["example", "member"])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("draws", "name"), each(["example", "member"], LAYERS))
 def test_vectorised_members_equal_single_models_in_float32(name: str, draws: str) -> None:
     """R16: to 1e-5."""
     check_against_single_models(name, torch.float32, 1e-5, 2, posterior="normal", draws=draws)
@@ -428,8 +427,7 @@ def test_a_lone_draw_equals_a_single_model(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draws", ["example", "member"])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("draws", "name"), each(["example", "member"], LAYERS))
 def test_averaged_products_equal_single_models(name: str, draws: str) -> None:
     """R16 for rank=2: W' = W o (r_1 s_1^T + r_2 s_2^T) / 2."""
     check_against_single_models(name, torch.float64, 1e-12, 2, posterior="normal", draws=draws, rank=2)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import each, pairwise
 from oracle import assert_rows_of_draws
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -177,14 +178,16 @@ def follow(net: Any, x: Tensor) -> Tensor:
     return net.b(net.a(x) + net.target(x))
 
 
-@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=3), sb.Rank1(members=3), sb.Ensemble(members=3)])
 @pytest.mark.parametrize(
-    "write",
-    [
-        lambda own, other: own.lerp_(other, 0.5),
-        lambda own, other: own.data.mul_(0.5).add_(other.data, alpha=0.5),
-        lambda own, other: setattr(own, "data", own.data * 0.5 + other.data * 0.5),
-    ],
+    ("config", "write"),
+    each(
+        [sb.BatchEnsemble(members=3), sb.Rank1(members=3), sb.Ensemble(members=3)],
+        [
+            lambda own, other: own.lerp_(other, 0.5),
+            lambda own, other: own.data.mul_(0.5).add_(other.data, alpha=0.5),
+            lambda own, other: setattr(own, "data", own.data * 0.5 + other.data * 0.5),
+        ],
+    ),
 )
 def test_trials_leave_parameters_that_a_forward_writes_to_as_they_were(config: Any, write: Any) -> None:
     net = sb.bayesianize(Net(follow, target=nn.Linear(4, 8), write=write), config).train()
@@ -225,8 +228,10 @@ def test_weights_that_a_model_keeps_in_a_list_are_told_to_be_as_they_were() -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [sb.MeanField(estimator="local"), sb.MCDropout(), sb.DropConnect(), sb.Rank1()])
-@pytest.mark.parametrize("fold", ["auto", False])
+@pytest.mark.parametrize(
+    ("config", "fold"),
+    each([sb.MeanField(estimator="local"), sb.MCDropout(), sb.DropConnect(), sb.Rank1()], ["auto", False]),
+)
 def test_what_is_drawn_late_from_a_seed_is_the_same_when_it_is_recomputed(config: Any, fold: Any) -> None:
     gradients = []
     for reentrant in (None, True, False):
@@ -245,8 +250,10 @@ def test_what_is_drawn_late_from_a_seed_is_the_same_when_it_is_recomputed(config
 
 
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
-@pytest.mark.parametrize("config", [*MEMBERS, sb.MeanField(scale_init=0.2), sb.MCDropout(rate=0.5, before="output")])
-@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize(
+    ("config", "ready"),
+    each([*MEMBERS, sb.MeanField(scale_init=0.2), sb.MCDropout(rate=0.5, before="output")], [False, True]),
+)
 def test_models_that_take_derivatives_in_their_forward_are_folded_and_predict(config: Any, ready: bool) -> None:
     def forces(net: Any, x: Tensor) -> Tensor:
         with torch.set_grad_enabled(ready or torch.is_grad_enabled()):
@@ -453,9 +460,12 @@ class Attends(nn.Module):
         return again + own(x, y, y)[0] if self.training else again
 
 
-@pytest.mark.parametrize("config", [sb.MeanField(scale_init=0.2), sb.BatchEnsemble(members=3), sb.Ensemble(members=3)])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("width", [8, 5])
+@pytest.mark.parametrize(
+    ("config", "training", "width"),
+    pairwise(
+        [sb.MeanField(scale_init=0.2), sb.BatchEnsemble(members=3), sb.Ensemble(members=3)], [True, False], [8, 5]
+    ),
+)
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 @torch.no_grad()
 def test_parameters_of_attention_that_are_used_past_its_forward_are_drawn(

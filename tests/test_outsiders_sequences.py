@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import each
 from torch import Tensor, nn
 from torch.distributions import Dirichlet, StudentT
 
@@ -148,8 +149,10 @@ class Bilinear(Generic[Row], nn.Module):
         return x @ self.weight.T
 
 
-@pytest.mark.parametrize("cls", [Abstract, Typed, Bilinear])
-@pytest.mark.parametrize("config", [sb.Rank1(members=2), sb.Ensemble(members=2, init="copies", jitter=0.1)])
+@pytest.mark.parametrize(
+    ("cls", "config"),
+    each([Abstract, Typed, Bilinear], [sb.Rank1(members=2), sb.Ensemble(members=2, init="copies", jitter=0.1)]),
+)
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_models_that_begin_with_an_abstract_or_a_generic_class(cls: Any, config: sb.Config) -> None:
     plain = cls().eval()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from covering import each
 from lab_configs import CPU
 from typer.testing import CliRunner
 
@@ -144,8 +145,7 @@ def test_parquet_is_read_as_csv_is(tmp_path: Path) -> None:
 # --- scales ---
 
 
-@pytest.mark.parametrize("scaling", ["quantile", "standard", "none"])
-@pytest.mark.parametrize("missing", ["refuse", "impute"])
+@pytest.mark.parametrize(("scaling", "missing"), each(["quantile", "standard", "none"], ["refuse", "impute"]))
 def test_what_was_learnt_about_a_table_survives_json(scaling: Any, missing: Any) -> None:
     draw = np.random.default_rng(0)
     x = draw.normal(size=(90, 3))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, special, stats
@@ -57,8 +58,7 @@ def loop_log_probs(likelihood: str, outputs: np.ndarray, target: np.ndarray) -> 
 # Log predictive density -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("likelihood", CASES)
-@pytest.mark.parametrize("weights", [None, WEIGHTS, (0.0, 0.2, 0.8)])
+@pytest.mark.parametrize(("likelihood", "weights"), each(CASES, [None, WEIGHTS, (0.0, 0.2, 0.8)]))
 def test_log_prob_is_that_of_the_mixture_of_draws(likelihood: str, weights: tuple[float, ...] | None) -> None:
     """A slow loop over draws and targets with scipy's densities; draw j belongs to member j mod K."""
     pred, outputs, target = case(likelihood, weights=weights)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import each, pairwise
 from oracle import shapes_alone
 from scipy import integrate, special, stats
 from torch import Tensor, nn
@@ -106,9 +107,7 @@ def masked(w: np.ndarray, r: np.ndarray, s: np.ndarray, groups: int, transposed:
     return out
 
 
-@pytest.mark.parametrize("draws", ["example", "member"])
-@pytest.mark.parametrize("rank", [1, 2])
-@pytest.mark.parametrize("shape", [(4,), (4, 2)])
+@pytest.mark.parametrize(("draws", "rank", "shape"), pairwise(["example", "member"], [1, 2], [(4,), (4, 2)]))
 def test_linear_equals_materialised_weights_row_by_row(draws: str, rank: int, shape: Spatial) -> None:
     """F1: y = (W o r s^T) x + b of each member and, with draws="example", of each example."""
     layer = sb.bayesianize(nn.Linear(5, 3), noisy(draws=draws, rank=rank))
@@ -284,9 +283,12 @@ def test_per_example_factors_come_from_their_blocks_member() -> None:
             assert np.abs(drawn[0, n] - factor.loc.detach().numpy()[member, 0]).max() < 6e-3
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 12])
 @pytest.mark.parametrize(
-    "config", [sb.BatchEnsemble(members=3, mean_init=sb.Normal(1.0, 0.7)), noisy(scale_init=1e-6, scale_jitter=0.0)]
+    ("rows", "config"),
+    each(
+        [1, 2, 3, 7, 12],
+        [sb.BatchEnsemble(members=3, mean_init=sb.Normal(1.0, 0.7)), noisy(scale_init=1e-6, scale_jitter=0.0)],
+    ),
 )
 def test_bare_call_shares_rows_out_in_consecutive_blocks(rows: int, config: sb.Config) -> None:
     """F2 for model(x): any number of rows, each row one member, blocks in cyclic order."""
@@ -395,8 +397,7 @@ def test_one_member_at_the_unit_point_is_the_plain_network_bit_for_bit(
     assert torch.equal(sb.sample(net, x)[0], plain(x))
 
 
-@pytest.mark.parametrize("draws", ["example", "member"])
-@pytest.mark.parametrize("family", ["normal", "cauchy", "lognormal"])
+@pytest.mark.parametrize(("draws", "family"), each(["example", "member"], ["normal", "cauchy", "lognormal"]))
 def test_vanishing_scales_give_the_plain_network(family: str, draws: str) -> None:
     """F3: sigma -> 0 around the neutral factor, at the speed of sigma (1e-7 is the floor)."""
     plain = mlp()
@@ -424,8 +425,7 @@ def test_point_factors_of_rank1_are_batchensemble() -> None:
 # F4: independence of draws --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("family", ["normal", "cauchy", "lognormal"])
+@pytest.mark.parametrize(("training", "family"), each([True, False], ["normal", "cauchy", "lognormal"]))
 def test_equal_rows_get_different_draws_in_train_and_eval(family: str, training: bool) -> None:
     """F4: one fresh draw for every example on every call; there is no mode that uses the mean."""
     net = sb.bayesianize(mlp(), sb.Rank1(members=2, posterior=family, scale_init=0.3)).train(training)
@@ -480,8 +480,7 @@ def test_factors_of_different_layers_members_and_of_r_and_s_are_uncorrelated() -
 # F5: moments ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("random", ["both", "r", "s"])
-@pytest.mark.parametrize("draws", ["example", "member"])
+@pytest.mark.parametrize(("random", "draws"), each(["both", "r", "s"], ["example", "member"]))
 def test_output_moments_equal_their_closed_form(random: str, draws: str) -> None:
     """F5: mean and variance of every output within four standard errors of the formulas."""
     n = 40_000
@@ -604,8 +603,7 @@ def repeated(value: Callable[[], Tensor], times: int) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["normal", "cauchy"])
-@pytest.mark.parametrize("spread", [0.01, 0.3, 3.0])
+@pytest.mark.parametrize(("family", "spread"), each(["normal", "cauchy"], [0.01, 0.3, 3.0]))
 def test_three_kls_of_a_mixture_and_which_bounds_which(family: str, spread: float) -> None:
     """F10: "exact" is the mixture's KL by quadrature in one dimension; it lies below "mean", by log K at most; "sum" is
     K times "mean"."""

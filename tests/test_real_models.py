@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from covering import pairwise
+from covering import each, pairwise
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -327,8 +327,7 @@ def test_sample_keeps_tuples_and_dicts() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", [dict, BatchEncoding])
-@pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "resnet"])
+@pytest.mark.parametrize(("wrap", "name"), each([dict, BatchEncoding], ["bert", "gpt2", "vit", "resnet"]))
 def test_predict_takes_the_batches_of_transformers(name: str, wrap: type) -> None:
     case = CASES[name]
     model, batch = scatter(case.convert(case.build(), METHODS["batchensemble"])), case.kwargs()
@@ -441,8 +440,7 @@ def test_embeddings_are_skipped_and_the_summary_says_so(name: str, embeddings: i
     assert all("skipped" in lines[r.name] and r.detail in lines[r.name] for r in rows)
 
 
-@pytest.mark.parametrize("method", ["normal", "cauchy", "member"])
-@pytest.mark.parametrize("call", ["bare", "sample", "frozen"])
+@pytest.mark.parametrize(("method", "call"), each(["normal", "cauchy", "member"], ["bare", "sample", "frozen"]))
 def test_a_module_called_twice_sees_one_draw(method: str, call: str) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from covering import pairwise
+from covering import each, pairwise
 from torch import Tensor, nn
 from torch import distributions as td
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -462,8 +462,7 @@ def test_attention_equals_torch_on_materialised_weights(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draws", ["example", "member"])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("draws", "mask"), each(["example", "member"], MASKS))
 def test_sampled_attention_repeats_masks_with_their_rows(mask: str, draws: str) -> None:
     """F1, F2: sample tiles padding masks, and masks of every head, along with the rows."""
     layer = convert(nn.MultiheadAttention(E, HEADS, batch_first=True), draws).eval()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import each, pairwise
 from oracle import assert_draws, assert_equal, assert_rows_of_draws, draws_of_rows, held, quietly, write_out
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -452,8 +453,9 @@ class LoudLayer(nn.TransformerEncoderLayer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["batch-ensemble", "rank1", "mean-field", "k-tied"])
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(
+    ("method", "stacked"), each(["batch-ensemble", "rank1", "mean-field", "k-tied"], [False, True])
+)
 @torch.no_grad()
 def test_subclasses_of_encoder_layers_draw_in_eval(method: str, stacked: bool) -> None:
     layer: nn.Module = LoudLayer(8, 2, 16, dropout=0.0, batch_first=True)
@@ -628,8 +630,7 @@ def _rich() -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["bare", "sample", "sample-loop", "frozen", "predict"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("call", "method"), each(["bare", "sample", "sample-loop", "frozen", "predict"], METHODS))
 @torch.no_grad()
 def test_an_empty_batch_gives_empty_outputs_or_words(method: str, call: str) -> None:
     model, x = sb.bayesianize(_rich(), METHODS[method]).eval(), torch.randn(0, 4)
@@ -751,8 +752,7 @@ class Variational(nn.Module):
         return self.head(self.posterior(x))
 
 
-@pytest.mark.parametrize("method", ["rank1", "mean-field", "batch-ensemble"])
-@pytest.mark.parametrize("base", [False, True])
+@pytest.mark.parametrize(("method", "base"), each(["rank1", "mean-field", "batch-ensemble"], [False, True]))
 def test_a_module_called_posterior_is_saved_and_loaded(method: str, base: bool, tmp_path: Path) -> None:
     model, x = sb.bayesianize(Variational(), METHODS[method]).eval(), torch.randn(6, 4)
     fresh = sb.debayesianize(copy.deepcopy(model))
@@ -768,9 +768,12 @@ def test_a_module_called_posterior_is_saved_and_loaded(method: str, base: bool, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["mean-field", "flipout", "k-tied", "rank1", "drop-connect"])
-@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
-@pytest.mark.parametrize("style", ["old", "new"])
+@pytest.mark.parametrize(
+    ("method", "kind", "style"),
+    pairwise(
+        ["mean-field", "flipout", "k-tied", "rank1", "drop-connect"], ["weight_norm", "spectral_norm"], ["old", "new"]
+    ),
+)
 def test_normalised_weights_are_drawn(method: str, kind: str, style: str) -> None:
     home = torch.nn.utils if style == "old" else torch.nn.utils.parametrizations
     model, x = mlp().eval(), torch.randn(6, 4)
@@ -794,8 +797,9 @@ def test_normalised_weights_are_drawn(method: str, kind: str, style: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["mean-field", "flipout", "k-tied", "rank1"])
-@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
+@pytest.mark.parametrize(
+    ("method", "kind"), each(["mean-field", "flipout", "k-tied", "rank1"], ["weight_norm", "spectral_norm"])
+)
 def test_old_style_norms_train(method: str, kind: str) -> None:
     """Their weight is what a hook last computed, with its graph: they train for several steps all the same."""
     model, x, y = mlp(), torch.randn(6, 4), torch.randint(3, (6,))

@@ -11,6 +11,7 @@ import forks
 import pytest
 import torch
 import torch._dynamo.testing
+from covering import each
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -129,8 +130,7 @@ def test_a_seed_leaves_torch_s_own_generator_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("method", "training"), each(METHODS, [False, True]))
 def test_sample_is_a_function_of_its_seed(method: str, training: bool) -> None:
     model, x = net(method).train(training), rows()
     first = sb.sample(model, x, draws=3, seed=6)

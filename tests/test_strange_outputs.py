@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each, pairwise
 from test_strangers import X, by_member, mlp
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -108,10 +109,13 @@ class SomeRows(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sure", [None, 2.0])
-@pytest.mark.parametrize("count", [6, 4, 1, 0])  # which draws may share evenly, but wrongly
 @pytest.mark.parametrize(
-    "config", [sb.Rank1(members=2, scale_init=0.3), sb.BatchEnsemble(members=2), sb.MeanField(), sb.Ensemble(members=2)]
+    ("sure", "count", "config"),
+    pairwise(
+        [None, 2.0],
+        [6, 4, 1, 0],
+        [sb.Rank1(members=2, scale_init=0.3), sb.BatchEnsemble(members=2), sb.MeanField(), sb.Ensemble(members=2)],
+    ),
 )
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
@@ -198,9 +202,14 @@ def told_by(answer: Any) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=3), sb.MeanField(scale_init=0.2), sb.Ensemble(members=3)])
-@pytest.mark.parametrize("mixes", [False, True])
-@pytest.mark.parametrize("makes", [Answer, Mapped, normal, lambda h: torch.distributions.Categorical(logits=h)])
+@pytest.mark.parametrize(
+    ("config", "mixes", "makes"),
+    pairwise(
+        [sb.BatchEnsemble(members=3), sb.MeanField(scale_init=0.2), sb.Ensemble(members=3)],
+        [False, True],
+        [Answer, Mapped, normal, lambda h: torch.distributions.Categorical(logits=h)],
+    ),
+)
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_outputs_that_are_objects_of_somebody(config: Any, mixes: bool, makes: Any) -> None:
     net = sb.bayesianize(Decides(makes, mixes), config).eval()
@@ -316,15 +325,17 @@ class Lazy(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        lambda net, x: functools.partial(net.later, x),
-        lambda net, x: net.later,
-        lambda net, x: lambda: net.net(x),
-        lambda net, x: Answer({"net": [net.net]}),  # type: ignore[arg-type]
-    ],
+    ("how", "config"),
+    each(
+        [
+            lambda net, x: functools.partial(net.later, x),
+            lambda net, x: net.later,
+            lambda net, x: lambda: net.net(x),
+            lambda net, x: Answer({"net": [net.net]}),  # type: ignore[arg-type]
+        ],
+        [sb.BatchEnsemble(members=3), sb.MeanField(scale_init=0.2)],
+    ),
 )
-@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=3), sb.MeanField(scale_init=0.2)])
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_what_calls_layers_after_the_draws_are_gone_is_told(how: Any, config: Any) -> None:
     with pytest.warns(UserWarning, match="What it returned calls them later, when each draws anew"):
@@ -361,8 +372,10 @@ def test_numbers_and_words_that_draws_return_are_their_own() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [sb.MeanField(scale_init=0.3), sb.BatchEnsemble(members=3), sb.Ensemble(members=3)])
-@pytest.mark.parametrize("fold", ["auto", False])
+@pytest.mark.parametrize(
+    ("config", "fold"),
+    each([sb.MeanField(scale_init=0.3), sb.BatchEnsemble(members=3), sb.Ensemble(members=3)], ["auto", False]),
+)
 def test_steps_with_a_cache_are_those_of_the_draws_that_filled_it(config: Any, fold: Any) -> None:
     transformers = pytest.importorskip("transformers")
     size = {"vocab_size": 20, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2, "initializer_range": 0.5}
@@ -401,11 +414,13 @@ class Rerun(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "config",
-    [sb.BatchEnsemble(members=3), sb.Rank1(members=3), sb.MeanField(), sb.ModelPatch(patch=".*"), sb.DropConnect()],
+    ("config", "bare"),
+    each(
+        [sb.BatchEnsemble(members=3), sb.Rank1(members=3), sb.MeanField(), sb.ModelPatch(patch=".*"), sb.DropConnect()],
+        [False, True],
+    ),
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("bare", [False, True])
 def test_layers_of_other_types_are_rerun_with_their_draws(config: Any, bare: bool) -> None:
     gradients = []
     for reentrant in (None, True, False):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.data import DataLoader, TensorDataset
@@ -164,8 +165,10 @@ class Overwrites(nn.Module):
         return self.net(x - x.mean(0) if self.mixes else x)
 
 
-@pytest.mark.parametrize("config", [sb.MeanField(scale_init=0.2), sb.BatchEnsemble(members=3), sb.Deterministic()])
-@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize(
+    ("config", "mixes"),
+    each([sb.MeanField(scale_init=0.2), sb.BatchEnsemble(members=3), sb.Deterministic()], [False, True]),
+)
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_models_that_write_into_their_inputs(config: Any, mixes: bool) -> None:
     net, given = sb.bayesianize(Overwrites(mixes), config).eval(), {"x": X.clone()}
@@ -208,8 +211,7 @@ class Keeps(nn.Module):
         return scores[scores[:, 0] > 0]
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("bias", [-3.0, 0.0, 2.0])
+@pytest.mark.parametrize(("seed", "bias"), each(range(5), [-3.0, 0.0, 2.0]))
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_rows_that_draws_keep_are_never_mixed_up(seed: int, bias: float) -> None:
     torch.manual_seed(seed)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each, pairwise
 from torch import Tensor, nn
 
 import slimbayes as sb
@@ -38,15 +39,13 @@ EVERY: list[Callable[[Tensor, Tensor], Tensor]] = [sums.outer, sums.sum_log_oute
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", EVERY)
-@pytest.mark.parametrize("size", FACTORS)
+@pytest.mark.parametrize(("function", "size"), each(EVERY, FACTORS))
 def test_first_and_second_derivatives_are_right(function: Any, size: tuple[int, int, int]) -> None:
     assert torch.autograd.gradcheck(function, factors(*size))
     assert torch.autograd.gradgradcheck(function, factors(*size))
 
 
-@pytest.mark.parametrize("function", EVERY)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("function", "dtype"), each(EVERY, [torch.float32, torch.float64]))
 def test_twins_agree(function: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     def results() -> list[Tensor]:
         u, v = factors(30, 20, 3, dtype)
@@ -84,9 +83,7 @@ def test_squares_of_many_float32_keep_their_digits() -> None:
 PRIORS: list[Any] = [sb.Normal(0.1, 0.3), sb.HeNormal(), sb.TiedMean(0.2), sb.EmpiricalBayes(), sb.ScaleMixture()]
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3])
-@pytest.mark.parametrize("prior", PRIORS)
-@pytest.mark.parametrize("start", [0.05, 1e-30])
+@pytest.mark.parametrize(("rank", "prior", "start"), pairwise([1, 2, 3], PRIORS, [0.05, 1e-30]))
 def test_k_tied_kl_and_gradients_equal_those_of_its_log_scales(rank: int, prior: Any, start: float) -> None:
 
     layer = nn.Conv2d(4, 5, 3, dtype=torch.float64)

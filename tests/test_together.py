@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import each
 from torch import Tensor, nn
 
 import slimbayes as sb
@@ -118,8 +119,9 @@ def test_joint_normal_cast_to_half(over: Any) -> None:
     assert sb.sample(net, X.bfloat16()).isfinite().all()
 
 
-@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=2), sb.Rank1(members=2), sb.JointNormal()])
-@pytest.mark.parametrize("width", [5, 7])
+@pytest.mark.parametrize(
+    ("config", "width"), each([sb.BatchEnsemble(members=2), sb.Rank1(members=2), sb.JointNormal()], [5, 7])
+)
 def test_a_tied_embedding_shares_no_factors(config: Any, width: Any) -> None:
     class Words(nn.Module):
         def __init__(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import working_models as wm
+from covering import each
 from oracle import assert_equal, assert_rows_of_draws, held, leaves
 from torch import Tensor, nn
 from working_models import B, C, whole
@@ -153,8 +154,12 @@ def test_locating_rows_leaves_nothing_in_a_model(method: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["batch-ensemble", "rank1-example", "mean-field", "emp", "ensemble"])
-@pytest.mark.parametrize("make", [wm.Remembering, wm.Queue, wm.Prototypes])
+@pytest.mark.parametrize(
+    ("method", "make"),
+    each(
+        ["batch-ensemble", "rank1-example", "mean-field", "emp", "ensemble"], [wm.Remembering, wm.Queue, wm.Prototypes]
+    ),
+)
 @torch.no_grad()
 def test_draws_that_keep_something_between_calls_keep_it_apart(make: Any, method: str) -> None:
     model = converted(make, method)

@@ -59,6 +59,15 @@ ALIKE_TO_LAYERS = dict.fromkeys(
     "k-tied": "mean-field", "matrix-normal": "mean-field", "k-tied-flipout": "mean-field-flipout",
     "emp-learned": "emp", "ecmp-learned": "ecmp", "joint-biases": "joint-factors",
 }  # fmt: skip
+# To a method, layers that differ in the number of their axes or of their gates are one.
+ALIKE_TO_METHODS = {
+    "Linear-4d": "Linear", "Conv1d": "Conv2d", "Conv3d": "Conv2d", "Conv2d-reflect": "Conv2d", "Conv1D": "Linear",
+    "ConvTranspose1d": "ConvTranspose2d", "ConvTranspose3d": "ConvTranspose2d", "RNN": "LSTM", "RNNCell": "GRUCell",
+    "LSTMCell": "GRUCell", "MultiheadAttention-batch-first": "MultiheadAttention", "BatchNorm1d": "BatchNorm2d",
+    "BatchNorm3d": "BatchNorm2d", "InstanceNorm1d": "InstanceNorm2d", "InstanceNorm3d": "InstanceNorm2d",
+    "LayerNorm-2d": "LayerNorm", "Dropout1d": "Dropout2d", "Dropout3d": "Dropout2d",
+    "FeatureAlphaDropout": "AlphaDropout",
+}  # fmt: skip
 # Their graphs are another's: they are not compiled.
 SAME_GRAPH = (
     "rank1-cauchy", "rank1-lognormal", "rank1-r-only", "rank1-s-only", "rank1-heavy-prior", "rank1-rank-2",
