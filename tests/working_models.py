@@ -171,6 +171,43 @@ class Triplet(nn.Module):
         return torch.stack([(a - p).norm(dim=1), (a - n).norm(dim=1)], 1)
 
 
+class Detector(nn.Module):
+    """A list of pictures in; of each as many boxes as score above a threshold out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.score, self.box = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 1, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, pictures: list[Tensor]) -> list[dict[str, Tensor]]:
+        h = torch.relu(self.body(torch.stack(pictures)))
+        scores, boxes = self.score(h).flatten(1), self.box(h).flatten(2).transpose(1, 2)
+        out = []
+        for s, b in zip(scores, boxes, strict=True):
+            kept = s > 0
+            out.append({"scores": s[kept], "boxes": b[kept]})
+        return out
+
+
+class MaskedAutoencoder(nn.Module):
+    """Drops random patches of each row, encodes the others, puts them back beside a mask token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.encode, self.decode = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.token, self.places = nn.Parameter(torch.zeros(1, 1, 8)), nn.Parameter(torch.randn(1, 9, 8))
+
+    def forward(self, x: Tensor, keep: int = 4) -> tuple[Tensor, Tensor]:
+        rows, count, _ = x.shape
+        order = torch.rand(rows, count).argsort(1)
+        back = order.argsort(1)
+        h = self.embed(x) + self.places[:, :count]
+        kept = h.gather(1, order[:, :keep, None].expand(-1, -1, h.shape[-1]))
+        z = self.encode(torch.relu(kept))
+        full = torch.cat([z, self.token.expand(rows, count - keep, -1)], 1)
+        full = full.gather(1, back[:, :, None].expand(-1, -1, full.shape[-1]))
+        return self.decode(full + self.places[:, :count]), (back >= keep).float()
+
+
 class DQN(nn.Module):
     """A network, its slow copy, and the target of a temporal difference."""
 
@@ -186,6 +223,21 @@ class DQN(nn.Module):
             best = self.online(following).argmax(1, keepdim=True)
             target = reward + 0.9 * (1 - done) * self.target(following).gather(1, best).squeeze(1)
         return torch.stack([value, target], 1)
+
+
+class VAE(nn.Module):
+    """Several samples of the latent for each row, rows repeated inside."""
+
+    def __init__(self, samples: int = 2) -> None:
+        super().__init__()
+        self.samples = samples
+        self.encoder, self.decoder = nn.Linear(6, 8), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, log_var = self.encoder(x).chunk(2, 1)
+        mean_s, scale = (t.repeat_interleave(self.samples, 0) for t in (mean, (log_var / 2).exp()))
+        z = mean_s + scale * torch.randn_like(mean_s)
+        return self.decoder(z).view(len(x), self.samples, -1).mean(1), mean, log_var
 
 
 class Denoiser(nn.Module):
