@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
-from slimbayes.engine import locate, passes, proof
+from slimbayes.engine import locate, passes, proof, trial
 from slimbayes.engine.blocks import block_of_row
 from slimbayes.engine.layout import Layout
 from slimbayes.engine.quiet import Quiet
@@ -1700,3 +1700,13 @@ def test_a_model_that_goes_another_way_for_other_numbers_is_found_out_later() ->
         other = sb.bayesianize(Full().eval(), sb.Rank1(members=2))
         for _ in range(70):
             sb.sample(other, small)
+
+
+def test_a_trial_that_cannot_put_things_back_is_over_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any) -> None:
+        raise RuntimeError("cannot be put back")
+
+    monkeypatch.setattr("slimbayes.engine.state.Trials.restore", fail)
+    with pytest.raises(RuntimeError, match="put back"), trial.undisturbed(nn.Linear(2, 2), torch.randn(3, 2)):
+        assert trial.on_trial()
+    assert not trial.on_trial()

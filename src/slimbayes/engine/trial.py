@@ -67,8 +67,8 @@ def undisturbed(model: nn.Module, inputs: Any, posteriors: Sequence[Any] = ()) -
             with torch.compiler.set_stance("force_eager"):
                 yield trials
     finally:
-        trials.restore()
         _UNDER_WAY.reset(token)
+        trials.restore()
 
 
 @contextmanager
