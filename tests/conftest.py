@@ -93,5 +93,5 @@ def last_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(passes, "run", recording)
     monkeypatch.setattr(
-        Posterior, "current", property(lambda posterior: passes.of(posterior.key) or last[posterior.key])
+        Posterior, "current", property(lambda posterior: passes.pass_of(posterior.key) or last[posterior.key])
     )

@@ -45,7 +45,7 @@ METHODS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _nothing_is_left_open() -> Iterator[None]:
     yield
-    found, passes._TRACED.current = (passes.current(), traced()), None
+    found, passes._TRACED.current = (passes.innermost(), traced()), None
     assert found == (None, None)
 
 
@@ -108,7 +108,7 @@ def test_eight_threads_predict_what_one_does(known: bool) -> None:
         for turn in range(2 * len(xs)):
             k = (i + turn) % len(xs)
             close(sb.predict(model, xs[k], draws=2).samples, expected[k])
-            assert passes.current() is None
+            assert passes.innermost() is None
 
     with ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(serve, i) for i in range(8)]:
@@ -149,7 +149,7 @@ def test_tasks_that_hold_draws_over_an_await_do_not_see_each_other() -> None:
                 found.append(sb.sample(model, x))
                 await asyncio.sleep(0)
                 found.append(sb.sample(model, x))
-        assert passes.current() is None
+        assert passes.innermost() is None
         return found
 
     async def both() -> Any:
@@ -221,7 +221,7 @@ def test_an_interrupt_inside_a_layer_leaves_nothing_open(call: str, known: bool)
     Interrupted.at = 1
     with pytest.raises(KeyboardInterrupt):
         calls[call]()
-    assert passes.current() is None
+    assert passes.innermost() is None
     assert traced() is None
     assert all(m.training for m in model.modules())
     if not known or call == "predict":
@@ -513,7 +513,7 @@ def test_a_whole_graph_before_any_call_asks_for_one() -> None:
     model = converted(mlp(), RANDOM)
     with pytest.raises(Exception, match="once"):
         torch.compile(model, backend="eager", fullgraph=True)(torch.randn(6, 4))
-    assert passes.current() is None
+    assert passes.innermost() is None
     model(torch.randn(6, 4))
     torch._dynamo.reset()
     assert torch.compile(model, backend="eager", fullgraph=True)(torch.randn(6, 4)).shape == (6, 3)
@@ -1601,7 +1601,7 @@ def test_steps_that_are_awaited_belong_to_one_draw(method: str) -> None:
         caught, second = asyncio.run(run(left))
         assert_rows_of_draws(caught, expected, 0)
         assert_rows_of_draws(second, expected, 0)
-        assert left == ["caught", "closed", "closed"] and passes.current() is None
+        assert left == ["caught", "closed", "closed"] and passes.innermost() is None
 
 
 def test_generators_get_what_is_thrown_into_them() -> None:

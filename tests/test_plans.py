@@ -57,7 +57,7 @@ def test_biases_of_layers_are_joined_to_those_of_members() -> None:
         for p in net.parameters():
             p.normal_()
     posteriors, seen = posteriors_of(net), []
-    handle = net.register_forward_hook(lambda *_: seen.append(dict(passes.current().values)))  # type: ignore[union-attr]
+    handle = net.register_forward_hook(lambda *_: seen.append(dict(passes.innermost().values)))  # type: ignore[union-attr]
     y = sb.sample(net, torch.randn(3, 2, 3), seed=1)
     handle.remove()
     drawn = [seen[-1][p.key] for p in posteriors]

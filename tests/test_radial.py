@@ -10,7 +10,7 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.posteriors import METHODS, radial
-from slimbayes.posteriors.configs import gaussian as config
+from slimbayes.posteriors.configs import weights as config
 
 ROOT = Path(__file__).parents[1]
 

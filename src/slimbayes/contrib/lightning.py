@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from slimbayes import metrics
-from slimbayes.convert.convert import conversions_of
+from slimbayes.convert.bayesianize import conversions_of
 from slimbayes.lab.execution import seed_everything
 from slimbayes.prediction.batches import IGNORED
 from slimbayes.prediction.predict import find_output, predict

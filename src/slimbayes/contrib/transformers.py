@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, Trainer
 
+from slimbayes.convert.bayesianize import conversions_of
 from slimbayes.convert.checkpoint import save
-from slimbayes.convert.convert import conversions_of
 from slimbayes.engine.noise import Seed
 from slimbayes.prediction.batches import IGNORED, LossKind, align_labels, base_model, loss_kind, without_labels
 from slimbayes.prediction.predict import predict

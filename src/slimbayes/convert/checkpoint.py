@@ -26,7 +26,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import Model, bayesianize, conversions_of, debayesianize
+from slimbayes.convert.bayesianize import Model, bayesianize, conversions_of, debayesianize
 from slimbayes.convert.plan import Selection
 from slimbayes.convert.remarks import report_unsaved
 from slimbayes.convert.summary import estimate_cost

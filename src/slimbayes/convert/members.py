@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slimbayes.convert.convert import Model, bayesianize, conversions_of, decisions_of
+from slimbayes.convert.bayesianize import Model, bayesianize, conversions_of, decisions_of
 from slimbayes.engine import passes
 from slimbayes.engine.calls import total_draws
 from slimbayes.engine.modules import discard_plans

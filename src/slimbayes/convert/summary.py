@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import decisions_of
+from slimbayes.convert.bayesianize import decisions_of
 from slimbayes.convert.plan import Decision, Selection, plan
 from slimbayes.engine.calls import total_draws
 from slimbayes.engine.passes import posteriors_of

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import bayesianize
+from slimbayes.convert.bayesianize import bayesianize
 from slimbayes.distributions.families import Cauchy, Distribution, Normal
 from slimbayes.posteriors.configs.base import Config, check_choice
 from slimbayes.posteriors.configs.mixture import DropConnect, Mixture

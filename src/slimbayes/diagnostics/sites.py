@@ -10,12 +10,12 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import conversions_of, decisions_of
+from slimbayes.convert.bayesianize import conversions_of, decisions_of
 from slimbayes.convert.plan import Selection, selected
 from slimbayes.engine import passes
 from slimbayes.engine.modules import discard_plans
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.posteriors.configs.gaussian import GaussianConfig, MeanField
+from slimbayes.posteriors.configs.weights import GaussianConfig, MeanField
 from slimbayes.posteriors.gaussian import GaussianPosterior, MeanFieldPosterior
 from slimbayes.train.elbo import check_finite
 
@@ -62,7 +62,7 @@ def set_scales(model: nn.Module, verb: str, scales: Mapping[str, Tensor]) -> Non
 
     The layers' new configs are recorded, from which checkpoints are written.
     """
-    if any(passes.of(p.key) is not None for p in posteriors_of(model)[:1]):
+    if any(passes.pass_of(p.key) is not None for p in posteriors_of(model)[:1]):
         advice = "Call it outside `frozen` and the model's forward."
         raise ValueError(f"{verb} cannot change a model whose draws are held. {advice}")
     decisions = {name: decision for name, _, decision in decisions_of(model) if decision.config is not None}

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import Model
+from slimbayes.convert.bayesianize import Model
 from slimbayes.convert.plan import Selection
 from slimbayes.diagnostics.sites import gaussian_sites, layer_of, set_scales, weights_of
 from slimbayes.errors import did_you_mean

@@ -102,7 +102,7 @@ class Scope(Pass):
 def scope_of(module: nn.Module, args: Any, kwargs: Any, whole: bool = False) -> Scope | None:
     """The scope that a call of a method opens; None where a pass is under way, one draw is held or nothing drawn."""
     key = first_key(module)
-    found = None if key is None else passes.of(key)
+    found = None if key is None else passes.pass_of(key)
     several = found is not None and found.held and found.total > 1 and not isinstance(found, Scope)
     if key is None or torch.compiler.is_compiling() or (found is not None and not several):
         return None

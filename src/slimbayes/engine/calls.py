@@ -3,7 +3,7 @@
     model(x)                       call_module -> _open_pass -> run_pass
     model(x) inside `frozen`       call_module -> _call_under_held_draws -> run_pass
     model.encode(x)                scope_of, then every call inside as inside `frozen`
-    sample(model, x), predict      sampled -> run_draws -> run_pass, once or for each draw
+    sample(model, x), predict      run_sampled -> run_draws -> run_pass, once or for each draw
 
 Sizes: S draws, B rows of the caller's batch, K members.
 """
@@ -42,7 +42,7 @@ Fold = Literal["auto"] | bool
 def call_module(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a module that has converted layers in it: as part of the pass under way, or in one of its own."""
     key = first_key(module)
-    found = None if key is None else passes.of(key)
+    found = None if key is None else passes.pass_of(key)
     if found is not None and found.opener is module and passes.recomputing(found):
         # A checkpoint around the whole call: it restores the random state, too.
         return _open_pass(module, function, args, kwargs)
@@ -124,7 +124,7 @@ def _call_under_held_draws(held: Pass, module: nn.Module, function: Callable[...
 
 def held_draws(what: str, posteriors: Sequence[Any], seed: noise.Seed) -> Pass | None:
     """The draws that `frozen` or `mean` hold for a model, which no seed can change; refused inside its own forward."""
-    held = passes.of(posteriors[0].key) if posteriors else None
+    held = passes.pass_of(posteriors[0].key) if posteriors else None
     if held is None or passes.recomputing(held):
         return None
     if not held.held:
@@ -135,7 +135,7 @@ def held_draws(what: str, posteriors: Sequence[Any], seed: noise.Seed) -> Pass |
     return held
 
 
-def sampled(
+def run_sampled(
     model: nn.Module,
     posteriors: Sequence[Any],
     args: Any,
@@ -193,7 +193,7 @@ def sampled(
             return run_draws(model, posteriors, args, kwargs, new, layout, folds, tile=not split)
     except Unproven as error:
         unfold(layout, error, fold)
-        return sampled(model, posteriors, args, kwargs, total, fold, held, split, share, seed)
+        return run_sampled(model, posteriors, args, kwargs, total, fold, held, split, share, seed)
 
 
 def unfold(layout: Layout, error: Unproven, fold: Fold = "auto") -> None:

@@ -246,12 +246,12 @@ def processes() -> tuple[int, int]:
 
 def standard_normal(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Standard normals of this process; ranks with equal seeds get different ones."""
-    return _random(torch.randn, shape, device, dtype, passes.current())
+    return _random(torch.randn, shape, device, dtype, passes.innermost())
 
 
 def uniform(shape: Sequence[int], device: torch.device) -> Tensor:
     """Uniform numbers of this process; ranks with equal seeds get different ones."""
-    return _random(torch.rand, shape, device, torch.float32, passes.current())
+    return _random(torch.rand, shape, device, torch.float32, passes.innermost())
 
 
 @torch.library.custom_op("slimbayes::normal", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))

@@ -182,7 +182,7 @@ def _traced() -> Pass | None:
     return getattr(_TRACED, "current", None)
 
 
-def current() -> Pass | None:
+def innermost() -> Pass | None:
     """The pass under way, or the one whose graph a backward pass is going through (gradient checkpointing runs layers
     again).
     """
@@ -211,9 +211,9 @@ def recomputing(found: Pass) -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() not in (-1, found.task)
 
 
-def of(key: str) -> Pass | None:
+def pass_of(key: str) -> Pass | None:
     """The innermost pass under way that has draws of this posterior."""
-    found = current()
+    found = innermost()
     while found is not None and key not in found.noise:
         found = found.outer
     return found
@@ -221,14 +221,14 @@ def of(key: str) -> Pass | None:
 
 def met_by(key: str, x: Tensor) -> tuple[Pass, int]:
     """The pass under way that has draws of this posterior, and the dimension of an input that holds rows, as proven."""
-    found = of(key)
+    found = pass_of(key)
     assert found is not None
     return found, found.dim(key, x)
 
 
 def run(new: Pass, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function while a pass is under way; it ends with the call, whatever is raised."""
-    new.outer, before = current(), _traced()
+    new.outer, before = innermost(), _traced()
     if torch.compiler.is_compiling():
         _TRACED.current = new
         try:
@@ -248,7 +248,7 @@ def run(new: Pass, function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 @contextmanager
 def holding(new: Pass) -> Iterator[None]:
     """Keep a pass open for many calls."""
-    new.outer = current()
+    new.outer = innermost()
     token = _PASS.set(new)
     try:
         _TRACED.current = new

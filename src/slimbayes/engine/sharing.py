@@ -48,7 +48,7 @@ def finding_shareable(probe: Probe, model: nn.Module) -> Iterator[None]:
 
     def enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
         nonlocal random
-        if passes.current() is not probe or kwargs is None:
+        if passes.innermost() is not probe or kwargs is None:
             return  # another thread's call; torch may not have marked the hook as taking keywords yet
         first = not probe.visits and id(module) not in shapes
         shapes[id(module)] = ((_shapes((args, kwargs)) or []) if first else [], None)
@@ -57,7 +57,7 @@ def finding_shareable(probe: Probe, model: nn.Module) -> Iterator[None]:
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         ins, outs = shapes.get(id(module), ([], None))
         undrawn = not probe.visits and probe.quiet.random == random
-        if passes.current() is probe and ins and outs is None and undrawn:
+        if passes.innermost() is probe and ins and outs is None and undrawn:
             shapes[id(module)] = (ins, _shapes(output))
 
     handles: list[Any] = []
@@ -131,7 +131,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _narrow(module: nn.Module, args: Any, kwargs: Any = None) -> Any:
-    found = passes.current()
+    found = passes.innermost()
     if kwargs is None:
         return None  # torch has not yet marked the hook as taking keywords: another thread registers it just now
     if found is None or found.shared is None or found.drawn_yet or id(module) not in found.shared:
@@ -144,7 +144,7 @@ def _narrow(module: nn.Module, args: Any, kwargs: Any = None) -> Any:
 
 
 def _repeat(module: nn.Module, args: Any, output: Any) -> Any:
-    found = passes.current()
+    found = passes.innermost()
     if found is None or not found.waiting or found.waiting[-1] is not module:
         return None
     found.waiting.pop()

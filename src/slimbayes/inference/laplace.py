@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import Conversion, bayesianize, debayesianize, decisions_of, restate
+from slimbayes.convert.bayesianize import Conversion, bayesianize, debayesianize, decisions_of, restate
 from slimbayes.convert.plan import Decision, Selection, plan
 from slimbayes.distributions.families import Normal
 from slimbayes.engine import passes

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import Conversion, bayesianize, conversions_of, debayesianize
+from slimbayes.convert.bayesianize import Conversion, bayesianize, conversions_of, debayesianize
 from slimbayes.engine import passes
 from slimbayes.engine.state import copy_modules
-from slimbayes.posteriors.configs.gaussian import KTied
+from slimbayes.posteriors.configs.weights import KTied
 from slimbayes.posteriors.factors import Drawn
 from slimbayes.prediction.sample import central_pass
 

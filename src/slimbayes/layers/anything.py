@@ -139,7 +139,7 @@ class AnyLayer(BayesLayer):
         return self._substituting(values, args, kwargs)
 
     def _substituting(self, values: dict[str, Any], args: Any, kwargs: Any) -> Any:
-        found = passes.of(self.bayes_key)
+        found = passes.pass_of(self.bayes_key)
         assert found is not None
         held = found.substitutes  # written into: reentrant checkpoints find a copy of the pass at each look
         before, own = held.copy(), {name: own_value(self, name) for name in self.read_names}

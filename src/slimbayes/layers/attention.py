@@ -72,7 +72,7 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
     def out_proj(self) -> Any:  # type: ignore[override]
         """The output projection; for code that calls it past the layer's forward, one with the drawn weight."""
         own: Any = self._modules["out_proj"]
-        found: Any = passes.of(self.bayes_key) if "posterior" in self._modules else None
+        found: Any = passes.pass_of(self.bayes_key) if "posterior" in self._modules else None
         if found is None or found.held or (found.probing and found.inside[-1:] == [self.bayes_key]):
             return own
         values = (own.weight, own.bias) if found.probing else self._drawn("out")

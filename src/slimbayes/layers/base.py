@@ -77,7 +77,7 @@ class Converted(nn.Module):
     def _bayes_inside(self, *args: Any, **kwargs: Any) -> Any:
         """`_bayes_in` the pass under way, which a call of this module alone has opened."""
         key = self.bayes_key
-        return self._bayes_in(passes.of(key), key, args, kwargs)
+        return self._bayes_in(passes.pass_of(key), key, args, kwargs)
 
     def _bayes_in(self, found: Any, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run in a pass; a proof of rows, which takes its place, looks at what comes in instead."""
@@ -95,7 +95,7 @@ def _forward_of(plain: type[nn.Module]) -> Any:
     @functools.wraps(plain.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         key = self.bayes_key
-        found = passes.of(key)
+        found = passes.pass_of(key)
         if found is None or found.held:
             return calls.call_module(self, self._bayes_inside, args, kwargs)
         return self._bayes_in(found, key, args, kwargs)
@@ -180,7 +180,7 @@ class BayesLayer(Converted):
 
     def drawn_value(self, name: str) -> Any:
         """A parameter as drawn in this pass, for code that uses it past the layer's forward."""
-        found = passes.of(self.bayes_key)
+        found = passes.pass_of(self.bayes_key)
         weights = [site.parameter for site in self.sites()]
         if found is not None and name in weights and not torch.compiler.is_compiling():
             found.met[self.bayes_key] = None  # not for its bias alone: its weight may be kept elsewhere
@@ -198,7 +198,7 @@ def reading(name: str) -> property:
 
     def get(layer: Any) -> Any:
         value = own_value(layer, name)
-        found: Any = None if value is None or "posterior" not in layer._modules else passes.of(layer.bayes_key)
+        found: Any = None if value is None or "posterior" not in layer._modules else passes.pass_of(layer.bayes_key)
         if found is None or found.held or hasattr(value, "full_tensor"):  # FSDP2 looks for its shards
             return value
         if not (found.probing or torch.compiler.is_compiling()):

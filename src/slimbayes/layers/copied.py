@@ -24,7 +24,7 @@ from slimbayes.engine.layout import Unproven, arrays_of, map_arrays, padded, tre
 from slimbayes.engine.objects import NotJoined, all_same, attributes_of, is_cache
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.layers.base import Converted, made_once, mixed_class, reading
-from slimbayes.layers.methods import runs_later, wrap_methods
+from slimbayes.layers.opening import runs_later, wrap_methods
 
 OF_MEMBER_0 = "_slimbayes_member"  # on the parts of member 0: what replaces one of them later is in no other member
 
@@ -67,7 +67,7 @@ class Copied(Converted):
     def drawn_value(self, name: str) -> Any:
         """A parameter that others read past the module's forward: that of the member under way."""
         members: Any = self.posterior["members"]
-        found: Any = passes.of(members.key)
+        found: Any = passes.pass_of(members.key)
         if found.blocks(members) > 1:
             return self._parameters[name]
         found.met[members.key] = None
@@ -100,7 +100,7 @@ def _method(module: Any, name: str, args: Any, kwargs: Any) -> Any:
     forward of a model around it a method has the rows of one draw, which runs by itself.
     """
     members = module.posterior["members"]
-    arrays, found = arrays_of((args, kwargs)), passes.of(members.key)
+    arrays, found = arrays_of((args, kwargs)), passes.pass_of(members.key)
     if found is not None and not (found.held or found.probing or torch.compiler.is_compiling()):
         found.drawn_yet, found.met[members.key] = True, None
         if found.blocks(members) > 1:

@@ -167,7 +167,7 @@ class Posterior(Keyed, ABC):
     @property
     def current(self) -> Pass:
         """The pass under way that has draws of this posterior."""
-        found = passes.of(self.key)
+        found = passes.pass_of(self.key)
         if found is None:
             raise RuntimeError(
                 "Draws exist only while the model is called. torch.jit.trace and script ask for them outside: "

@@ -29,7 +29,7 @@ from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import WeightPosterior
-from slimbayes.posteriors.configs.gaussian import CorrelatedConfig, FullMatrixNormal, MultivariateNormal
+from slimbayes.posteriors.configs.weights import CorrelatedConfig, FullMatrixNormal, MultivariateNormal
 
 
 class Triangle(nn.Module):

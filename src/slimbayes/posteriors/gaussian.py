@@ -40,7 +40,7 @@ from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import WeightPosterior
-from slimbayes.posteriors.configs.gaussian import GaussianConfig, MeanField
+from slimbayes.posteriors.configs.weights import GaussianConfig, MeanField
 from slimbayes.posteriors.late import drawn_late, recomputed
 
 _INDEPENDENT = "Set independent_positions=True to accept independent noise at each, or use 'flipout'"

@@ -32,7 +32,7 @@ from slimbayes.engine.fused import product_type
 from slimbayes.engine.rows import LinearMap
 from slimbayes.kernels import LARGE, ready
 from slimbayes.layers.site import Site
-from slimbayes.posteriors.configs.gaussian import KTied
+from slimbayes.posteriors.configs.weights import KTied
 from slimbayes.posteriors.gaussian import GaussianPosterior
 from slimbayes.posteriors.late import seed_late
 

@@ -24,7 +24,7 @@ from slimbayes.distributions.scales import widen
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import WeightPosterior
-from slimbayes.posteriors.configs.gaussian import Radial
+from slimbayes.posteriors.configs.weights import Radial
 
 
 class RadialPosterior(WeightPosterior):

@@ -67,7 +67,7 @@ class Draws:
             return
         if self.held is not None:
             call = self.model, self.posteriors, args, kwargs, self.held.total, self.fold, self.held
-            yield self._run_call(lambda: calls.sampled(*call))
+            yield self._run_call(lambda: calls.run_sampled(*call))
             return
         at_once = min(draws, self._at_once((args, kwargs)))
         countable = self.share and draws > 1 and self.members == 1 and all(p.countable for p in self.posteriors)
@@ -84,7 +84,7 @@ class Draws:
 
     def _run(self, args: Any, kwargs: Any, new: Pass, first: int) -> Any:
         call, own = (self.model, self.posteriors, args, kwargs), self._model_seed(first)
-        return self._run_call(lambda: calls.sampled(*call, new.total, self.fold, new, share=self.share, seed=own))
+        return self._run_call(lambda: calls.run_sampled(*call, new.total, self.fold, new, share=self.share, seed=own))
 
     def _run_plain(self, args: Any, kwargs: Any) -> Any:
         args, kwargs = copy_containers((args, kwargs))

@@ -50,7 +50,7 @@ def features_of(model: nn.Module, args: Any, kwargs: Any, at: str | None) -> Ten
     """What rows look like (N, P): the inputs themselves, or those of layer `at`, averaged over a few draws."""
     if at is None:
         return args[0].float()
-    if any(passes.of(p.key) is not None for p in passes.posteriors_of(model)):
+    if any(passes.pass_of(p.key) is not None for p in passes.posteriors_of(model)):
         raise ValueError(f"The features of {at!r} belong to draws of their own: predict(..., far=) outside `frozen`.")
     names = dict(model.named_modules())
     if at not in names or not at:

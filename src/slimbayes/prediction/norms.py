@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from slimbayes.convert.convert import bayesianize
+from slimbayes.convert.bayesianize import bayesianize
 from slimbayes.convert.members import ensemble
 from slimbayes.engine.noise import Seed, seed_of
 from slimbayes.engine.state import copy_modules

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import conversions_of, debayesianize
+from slimbayes.convert.bayesianize import conversions_of, debayesianize
 from slimbayes.engine import bare, calls, noise, passes
 from slimbayes.engine.calls import Fold
 from slimbayes.engine.layout import arrays_of
@@ -96,9 +96,9 @@ def sample(
     total = calls.total_draws(posteriors, draws) if held is None else held.total
     how = total, fold, held, rows == "split", False, None if seed is None else noise.seed_of(seed)
     if torch.compiler.is_compiling():
-        return calls.sampled(model, posteriors, args, kwargs, *how)
+        return calls.run_sampled(model, posteriors, args, kwargs, *how)
     try:
-        return calls.sampled(model, posteriors, args, kwargs, *how)
+        return calls.run_sampled(model, posteriors, args, kwargs, *how)
     except MISFITS as error:
         explain(error, model, args, kwargs)
 
@@ -126,7 +126,7 @@ def frozen(model: nn.Module, draws: int = 1, seed: Seed = None) -> Iterator[nn.M
     if not posteriors:
         yield model
         return
-    if passes.of(posteriors[0].key) is not None:
+    if passes.pass_of(posteriors[0].key) is not None:
         raise ValueError("frozen cannot be nested: draws are already held.")
     new = Pass(calls.total_draws(posteriors, draws), 1, held=True)
     noise.draw_numbered(posteriors, new, noise.seed_of(seed))
@@ -149,7 +149,7 @@ def mean(model: Model) -> Iterator[Model]:
         True
     """
     posteriors = converted_posteriors(model)
-    if any(passes.of(p.key) is not None for p in posteriors):
+    if any(passes.pass_of(p.key) is not None for p in posteriors):
         raise ValueError("mean cannot run inside frozen, another mean or a call of the model: draws are already held.")
     if not posteriors:
         yield model
@@ -183,7 +183,7 @@ def write_out(model: Model, draw: int = 0) -> Model:
         True
     """
     posteriors = converted_posteriors(model)
-    held = passes.of(posteriors[0].key) if posteriors else None
+    held = passes.pass_of(posteriors[0].key) if posteriors else None
     held = held.frozen if isinstance(held, bare.Scope) else held
     if posteriors and (held is None or not held.held or not 0 <= draw < held.total):
         raise ValueError(

@@ -29,7 +29,7 @@ from sklearn.utils.validation import (
 )
 from torch import nn
 
-from slimbayes.convert.convert import bayesianize
+from slimbayes.convert.bayesianize import bayesianize
 from slimbayes.errors import SlimbayesWarning, brief, did_you_mean
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction

@@ -10,9 +10,9 @@ from slimbayes.distributions.families import Cauchy, Distribution, Normal
 from slimbayes.distributions.priors import HeNormal
 from slimbayes.errors import brief, did_you_mean
 from slimbayes.posteriors.configs.base import Config
-from slimbayes.posteriors.configs.gaussian import KTied, MeanField
 from slimbayes.posteriors.configs.mixture import ModelPatch
 from slimbayes.posteriors.configs.rank1 import BatchEnsemble, Rank1
+from slimbayes.posteriors.configs.weights import KTied, MeanField
 
 _FOUND = [vars(import_module(f"{__name__}.{module.name}")) for module in pkgutil.iter_modules(__path__)]
 # Every config in a file of this package that no other one extends is a method: the file is all that one needs.

@@ -20,7 +20,7 @@ from slimbayes.engine.state import CACHED_NAMES
 from slimbayes.layers import class_for
 from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import OF_MEMBER_0, copied_class
-from slimbayes.layers.methods import Opens, class_before, open_passes, turn_off_fast_paths
+from slimbayes.layers.opening import Opens, class_before, open_passes, turn_off_fast_paths
 from slimbayes.posteriors.configs.base import Config, SiteConfig
 from slimbayes.posteriors.configs.whole_modules import Ensemble
 from slimbayes.posteriors.ensemble import copies

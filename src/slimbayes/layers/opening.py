@@ -68,7 +68,7 @@ class _Uses(TorchFunctionMode):
         self.used: BayesLayer | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out, found = func(*args, **(kwargs or {})), passes.current()
+        out, found = func(*args, **(kwargs or {})), passes.innermost()
         if found is not None and found.held and isinstance(out, Tensor) and not on_trial():  # not for its type alone
             given = (*args, *(kwargs or {}).values())
             self.used = self.used or next((self.owners[id(a)] for a in given if id(a) in self.owners), None)
@@ -78,7 +78,7 @@ class _Uses(TorchFunctionMode):
 def _look_at_first(module: Any, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     """A method that says, at its first call, whether it computes with layers' own weights."""
     seen: set[str] = module.__dict__.setdefault("_slimbayes_methods", set())
-    held = passes.of(first_key(module) or "")
+    held = passes.pass_of(first_key(module) or "")
     if name in seen or held is None or not held.held or held.watched or torch.compiler.is_compiling():
         return own
 
