@@ -38,7 +38,7 @@ mutations: .venv/ready
 
 # Kernels without a GPU: their tests in Triton's interpreter, and each compiled for an H200. Some two minutes.
 kernels: .triton/ready
-	PYTHONPATH=.triton $(RUN) -m pytest -n 2 --dist worksteal tests/test_kernels_*.py
+	PYTHONPATH=.triton $(RUN) -m pytest -n 2 --dist worksteal tests/kernels
 
 # Kills, full disks, damaged and hostile files: what is lost? Some eight minutes; writes docs/reliability.md.
 faults: .venv/ready

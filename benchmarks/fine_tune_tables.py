@@ -8,7 +8,7 @@ the NLL of the held-out rows; test rows choose nothing.
 
 - plain: the network itself; nothing to choose but the noise.
 - last-layer Laplace, rank-1 Laplace: one pass of `sb.laplace` over the training rows; linearised, in closed form. The
-  former agrees with laplace-torch to six digits (tests/test_laplace.py), which has settings by evidence, too.
+  former agrees with laplace-torch to six digits (tests/inference/test_laplace.py), which has settings by evidence, too.
 - rank-1 fine-tuned: `sb.Rank1` of four members, train="posterior", a third of the base's steps, with the start and the
   rates that benchmarks/fine_tune_starts.py chose on other rows; two temperatures and priors.
 - MC dropout: a new network, trained with dropout; 32 masks.

@@ -1,0 +1,137 @@
+"""Imports point one way: what a package may know of the others is written here once."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "slimbayes"
+# From the bottom up; each may import those before it, unless `APART` says less.
+ORDER = [
+    "errors", "untrusted", "files", "kernels", "engine", "distributions", "layers", "posteriors", "train", "convert",
+    "prediction", "decisions", "inference", "metrics", "diagnostics", "plot", "models", "data", "report", "api",
+    "sklearn", "lab", "contrib", "__main__",
+]  # fmt: skip
+APART = {
+    "report": {"errors", "files", "untrusted"},  # reads records alone, without torch
+    "data": {"errors", "files", "untrusted"},
+    "metrics": {"errors", "prediction", "train"},  # see predictions and tensors
+}
+
+
+@cache
+def imports(file: Path) -> set[str]:
+    """Packages of ours that a file imports, those inside functions too, but not those for type checkers alone."""
+    tree = ast.parse(file.read_text())
+    hidden = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "slimbayes":
+            parts = (node.module or "").split(".")
+            found |= {parts[1]} if len(parts) > 1 else {name.name for name in node.names}
+        if isinstance(node, ast.Import):
+            found |= {
+                [*name.name.split("."), "api"][1] for name in node.names if name.name.split(".")[0] == "slimbayes"
+            }
+    return {name if name in ORDER else "api" for name in found}
+
+
+@cache
+def packages() -> dict[str, list[Path]]:
+    out: dict[str, list[Path]] = {}
+    for file in sorted(SOURCE.rglob("*.py")):
+        out.setdefault(file.relative_to(SOURCE).parts[0].removesuffix(".py"), []).append(file)
+    out.pop("__init__")
+    return out
+
+
+def test_every_package_has_its_place() -> None:
+    assert sorted(packages()) == sorted(ORDER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ORDER)
+def test_imports_point_one_way(package: str) -> None:
+    allowed = APART.get(package, set(ORDER[: ORDER.index(package)])) | {package}
+    wrong = {
+        f"{file.relative_to(SOURCE)} imports {other}"
+        for file in packages()[package]
+        for other in imports(file) - allowed
+    }
+    assert not wrong
+
+
+LAB = ["configs", "execution", "tasks", "runs", "finished", "papers", "search", "sweep", "run_commands", "command"]
+
+
+@pytest.mark.parametrize("part", LAB)
+def test_imports_within_the_lab_point_one_way(part: str) -> None:
+    files = [*(SOURCE / "lab" / part).rglob("*.py"), *(SOURCE / "lab").glob(f"{part}.py")]
+    named = [
+        (file.name, parts[2])
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (parts := (node.module or "").split("."))[:2] == ["slimbayes", "lab"]
+    ]
+    assert files and {other for _, other in named} <= set(LAB[: LAB.index(part) + 1]), named
+
+
+@pytest.mark.slow
+def test_no_two_public_classes_have_one_name() -> None:
+    """A reader who meets a name knows which class it is."""
+    trees = [ast.parse(file.read_text()) for file in sorted(SOURCE.rglob("*.py"))]
+    names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert not {name for name in names if names.count(name) > 1 and not name.startswith("_")}
+
+
+# --- the pages that explain the source ---
+
+DOCS = SOURCE.parents[1] / "docs"
+
+
+def test_the_design_lists_the_packages_in_this_order() -> None:
+    table = (DOCS / "design.md").read_text().partition("## Where things live")[2].partition("\n## ")[0]
+    assert [name.removesuffix("/") for name in re.findall(r"^\| `([\w/]+)`", table, re.M)] == ORDER
+
+
+@cache
+def names_in(file: Path) -> set[str]:
+    """What a file defines or names: functions, classes, methods, fields."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    found = {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    found |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return found | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+
+
+@pytest.mark.parametrize("page", ["design.md", "internals.md", "limits.md"])
+def test_pages_name_what_is_there(page: str) -> None:
+    """`file.py: name`, `module.name`, and paths of files."""
+    text = (DOCS / page).read_text()
+    files = {str(f.relative_to(SOURCE)): f for f in SOURCE.rglob("*.py")}
+    ends = {
+        name: [f for path, f in files.items() if f"/{path}".endswith(f"/{name}")]
+        for name in re.findall(r"[\w/]+\.py", text)
+    }
+    missing = [name for name, found in ends.items() if not found and not (SOURCE.parents[1] / name).exists()]
+    for name, function in re.findall(r"([\w/]+\.py): (\w+(?:\.\w+)*)", text):
+        missing += [
+            f"{name}: {part}" for part in function.split(".") if not any(part in names_in(f) for f in ends[name])
+        ]
+    stems = {f.stem: f for f in files.values() if f.parent.name in ("engine", "posteriors", "prediction")}
+    for module, name in re.findall(r"`(\w+)\.(\w+)", text):
+        if module in stems and name != "py" and name not in names_in(stems[module]):
+            missing.append(f"{module}.{name}")
+    assert not missing
+
+
+def test_no_file_is_longer_than_a_sitting() -> None:
+    assert not {f.name for f in SOURCE.rglob("*.py") if len(f.read_text().splitlines()) > 300}
