@@ -1,6 +1,7 @@
 """Conversion: what is selected, what is refused and in which words, and what stays as it was."""
 
 import copy
+import math
 import re
 import warnings
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.nn.utils.parametrizations
 from torch import Tensor, nn
 
 import slimbayes as sb
+from slimbayes.convert.summary import Summary
 from slimbayes.layers.base import BayesLayer
 
 
@@ -221,9 +223,9 @@ def test_rows_that_do_not_fit_the_asked_layout_are_refused() -> None:
 def test_split_rows_go_to_their_members() -> None:
     model, x = sb.bayesianize(nn.Linear(3, 2), sb.BatchEnsemble(members=4)), torch.randn(8, 3)
     every = sb.sample(model, x)
-    torch.testing.assert_close(
-        sb.sample(model, x, rows="split"), torch.stack([every[k, 2 * k : 2 * k + 2] for k in range(4)])
-    )
+    wanted = torch.stack([every[k, 2 * k : 2 * k + 2] for k in range(4)])
+    for fold in ("auto", False):
+        torch.testing.assert_close(sb.sample(model, x, rows="split", fold=fold), wanted)
 
 
 class Mixer(nn.Module):
@@ -491,3 +493,14 @@ def test_parts_whose_weights_cannot_be_drawn_stay_and_the_summary_says_why() -> 
     torch.testing.assert_close(folded, sb.sample(model, x, seed=1, fold=False))
     with pytest.raises(ValueError, match="complex"):
         sb.bayesianize(Halves(), sb.Rank1(members=2), strict=True)
+
+
+def test_the_number_of_networks_is_told_as_far_as_it_is_known() -> None:
+    for log_size, at_least, told in [
+        (math.log(8), False, "8"),
+        (math.log(8), True, "at least 8"),
+        (0.0, True, "2^units, as many as its dropout layers see"),
+        (math.inf, True, "infinite (continuous)"),
+        (math.log(10) * 20, False, "10^20.0"),
+    ]:
+        assert Summary((), log_size, at_least).ensemble_size == told
