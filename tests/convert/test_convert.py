@@ -108,6 +108,15 @@ class Custom(nn.Module):
         return x @ self.weight
 
 
+class Quantised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.float()
+
+
 class MyLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -124,6 +133,7 @@ UNCONVERTIBLE = {
     "projection": (lambda: nn.LSTM(3, 4, proj_size=2), r"proj_size=2 adds a projection .* use proj_size=0"),
     "max_norm": (lambda: nn.Embedding(4, 3, max_norm=1.0), "max_norm rewrites the table"),
     "lazy": (lazy, "it is not initialised yet; run one batch"),
+    "whole numbers": (Quantised, "no Bayesian form of .*Quantised is known"),
     "converted": (
         lambda: sb.bayesianize(nn.Linear(3, 3), sb.Rank1()),
         "it is converted already; call debayesianize first",
