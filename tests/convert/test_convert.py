@@ -187,6 +187,20 @@ def test_layers_of_unknown_types_run_their_own_forward_with_drawn_weights(kind: 
     torch.testing.assert_close(sb.sample(neutral, x), plain(x).expand(2, 4, 3))
 
 
+def test_layers_of_unknown_types_may_give_more_than_tensors() -> None:
+    class Noted(Custom):
+        def forward(self, x: Tensor) -> tuple[Tensor, str, Tensor]:  # type: ignore[override]
+            return super().forward(x), "a note", torch.arange(7.0)
+
+    model = sb.bayesianize(Noted(), sb.BatchEnsemble(members=2))
+    with sb.frozen(model):
+        every = [sb.write_out(model, j)(torch.ones(1, 3))[0] for j in range(2)]
+        for rows in (1, 2):
+            y, note, table = model(torch.ones(rows, 3))
+            assert note == "a note" and torch.equal(table, torch.arange(7.0))
+            torch.testing.assert_close(y, torch.cat(every[:rows]))
+
+
 def test_a_failure_while_building_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     state, kinds = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import forks
 import pytest
@@ -129,3 +130,19 @@ def test_a_draft_that_another_process_removes_first_hides_none(tmp_path: Path, m
     monkeypatch.setattr(files, "_is_left", meanwhile)
     files.remove_drafts(tmp_path)
     assert gone and hidden(tmp_path) == []
+
+
+def test_a_draft_that_cannot_be_removed_hides_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(3):
+        (tmp_path / f".p.draft-{files._machine()}-{2**22 + 1}-0000000{i}").mkdir()
+    remove, tried = os.rmdir, []
+
+    def refuse_the_first(*args: Any, **kwargs: Any) -> None:
+        tried.append(args)
+        if len(tried) == 1:
+            raise PermissionError
+        remove(*args, **kwargs)
+
+    monkeypatch.setattr(os, "rmdir", refuse_the_first)
+    files.remove_drafts(tmp_path)
+    assert len(hidden(tmp_path)) == 1

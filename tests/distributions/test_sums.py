@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +148,19 @@ def test_squared_norms_of_many_tensors() -> None:
     (second,) = torch.autograd.grad(got[1].sum(), leaves[1])
     direct = 2 * wanted.cos() - 4 * wanted.sin() * leaves[1] * leaves[1].sum()
     torch.testing.assert_close(second, direct.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_squared_norms_on_a_gpu_are_those_on_a_cpu() -> None:
+    """Which sums the norms of whole tensors, here of some that say they are there."""
+
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    some = [torch.randn(3, 4), torch.randn(5).bfloat16(), torch.randn(2).double()]
+    for few in (some[:2], some):
+        there, context = [few[0].as_subclass(OnGpu), *few[1:]], SimpleNamespace(save_for_backward=lambda *tensors: None)
+        found = sums._SquaredNorms.forward(context, there, [])
+        torch.testing.assert_close(found.as_subclass(Tensor), sums.squared_norms(few), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("q", [sb.Normal, sb.Cauchy, sb.LogNormal])
