@@ -184,6 +184,8 @@ def test_groups_and_schedulers_are_passed_on() -> None:
 
     made = BayesModule(network(), num_data=9, optimizer=both, weight_decay=0.3).configure_optimizers()
     assert [group["weight_decay"] for group in made["optimizer"].param_groups] == [0.3, 0.0]
+    usual = BayesModule(network(), num_data=9).configure_optimizers()
+    assert isinstance(usual, torch.optim.AdamW) and {group["lr"] for group in usual.param_groups} == {1e-3}
 
 
 def test_wrong_arguments() -> None:

@@ -34,6 +34,7 @@ from transformers import (
 
 from slimbayes.contrib.transformers import BayesTrainer, classify, generate
 from slimbayes.inference.density import Density
+from slimbayes.prediction.batches import loss_kind
 
 WORDS, LENGTH = 20, 5
 ROWS = [
@@ -394,3 +395,13 @@ def test_a_config_without_an_end_has_the_model_s() -> None:
     new = found.sequences[:, 2:].tolist()
     assert found.mask.sum(1).tolist() == [words.index(1) + 1 if 1 in words else len(words) for words in new]
     assert not found.mask.all()
+
+
+def test_only_a_loss_of_transformers_is_taken_for_a_cross_entropy() -> None:
+    """One that somebody wrote, or gave, may weigh what one batch does not show."""
+    batch = {"input_ids": torch.stack([row["input_ids"] for row in ROWS[:4]]), "labels": torch.tensor([0, 1, 1, 0])}
+    stock, given = bert(), bert()
+    given.loss_function = given.loss_function
+    written = type("Written", (BertForSequenceClassification,), {"__module__": "mine"})(stock.config)
+    for model, kind in ((stock, "cross-entropy"), (given, "of classes"), (written, "of classes")):
+        assert loss_kind(sb.bayesianize(model.eval(), sb.BatchEnsemble(members=2)), batch) == kind

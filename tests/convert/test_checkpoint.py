@@ -288,6 +288,7 @@ def test_noise_that_was_learned_by_another_rule_is_told(rule: Any, tmp_path: Pat
     loaded = sb.load(copy.deepcopy(plain), folder)
     again = sb.load(copy.deepcopy(plain), sb.save(loaded, tmp_path / "again"))  # a file that is written anew keeps it
     for model in (loaded, again):
-        with pytest.warns(sb.SlimbayesWarning, match="0.1 to 10" if rule is None else "learned as 0.1 to 10.0"):
+        with pytest.warns(sb.SlimbayesWarning, match="0.1 to 10" if rule is None else "learned as 0.1 to 10.0") as told:
             sb.predict(model, x, **options)
+        assert [one.filename for one in told] == [__file__]  # the line that asked
         sb.predict(model, x)  # classes have no such noise

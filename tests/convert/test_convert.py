@@ -1,6 +1,7 @@
 """Conversion: what is selected, what is refused and in which words, and what stays as it was."""
 
 import copy
+import math
 import re
 import warnings
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.nn.utils.parametrizations
 from torch import Tensor, nn
 
 import slimbayes as sb
+from slimbayes.convert.summary import Summary
 from slimbayes.layers.base import BayesLayer
 
 
@@ -106,6 +108,15 @@ class Custom(nn.Module):
         return x @ self.weight
 
 
+class Quantised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.float()
+
+
 class MyLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -122,6 +133,7 @@ UNCONVERTIBLE = {
     "projection": (lambda: nn.LSTM(3, 4, proj_size=2), r"proj_size=2 adds a projection .* use proj_size=0"),
     "max_norm": (lambda: nn.Embedding(4, 3, max_norm=1.0), "max_norm rewrites the table"),
     "lazy": (lazy, "it is not initialised yet; run one batch"),
+    "whole numbers": (Quantised, "no Bayesian form of .*Quantised is known"),
     "converted": (
         lambda: sb.bayesianize(nn.Linear(3, 3), sb.Rank1()),
         "it is converted already; call debayesianize first",
@@ -175,6 +187,20 @@ def test_layers_of_unknown_types_run_their_own_forward_with_drawn_weights(kind: 
     torch.testing.assert_close(sb.sample(neutral, x), plain(x).expand(2, 4, 3))
 
 
+def test_layers_of_unknown_types_may_give_more_than_tensors() -> None:
+    class Noted(Custom):
+        def forward(self, x: Tensor) -> tuple[Tensor, str, Tensor]:  # type: ignore[override]
+            return super().forward(x), "a note", torch.arange(7.0)
+
+    model = sb.bayesianize(Noted(), sb.BatchEnsemble(members=2))
+    with sb.frozen(model):
+        every = [sb.write_out(model, j)(torch.ones(1, 3))[0] for j in range(2)]
+        for rows in (1, 2):
+            y, note, table = model(torch.ones(rows, 3))
+            assert note == "a note" and torch.equal(table, torch.arange(7.0))
+            torch.testing.assert_close(y, torch.cat(every[:rows]))
+
+
 def test_a_failure_while_building_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     state, kinds = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
@@ -221,9 +247,9 @@ def test_rows_that_do_not_fit_the_asked_layout_are_refused() -> None:
 def test_split_rows_go_to_their_members() -> None:
     model, x = sb.bayesianize(nn.Linear(3, 2), sb.BatchEnsemble(members=4)), torch.randn(8, 3)
     every = sb.sample(model, x)
-    torch.testing.assert_close(
-        sb.sample(model, x, rows="split"), torch.stack([every[k, 2 * k : 2 * k + 2] for k in range(4)])
-    )
+    wanted = torch.stack([every[k, 2 * k : 2 * k + 2] for k in range(4)])
+    for fold in ("auto", False):
+        torch.testing.assert_close(sb.sample(model, x, rows="split", fold=fold), wanted)
 
 
 class Mixer(nn.Module):
@@ -491,3 +517,14 @@ def test_parts_whose_weights_cannot_be_drawn_stay_and_the_summary_says_why() -> 
     torch.testing.assert_close(folded, sb.sample(model, x, seed=1, fold=False))
     with pytest.raises(ValueError, match="complex"):
         sb.bayesianize(Halves(), sb.Rank1(members=2), strict=True)
+
+
+def test_the_number_of_networks_is_told_as_far_as_it_is_known() -> None:
+    for log_size, at_least, told in [
+        (math.log(8), False, "8"),
+        (math.log(8), True, "at least 8"),
+        (0.0, True, "2^units, as many as its dropout layers see"),
+        (math.inf, True, "infinite (continuous)"),
+        (math.log(10) * 20, False, "10^20.0"),
+    ]:
+        assert Summary((), log_size, at_least).ensemble_size == told

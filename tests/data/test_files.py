@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import forks
 import pytest
@@ -111,3 +112,37 @@ def test_new_files_are_readable_as_any_other(tmp_path: Path) -> None:
     code = "import os, sys; from pathlib import Path; from slimbayes.files import write_text; os.umask(0o022)"
     subprocess.run([sys.executable, "-c", f"{code}; write_text(Path(sys.argv[1]), 'x')", tmp_path / "p"], check=True)
     assert (tmp_path / "p").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_draft_that_another_process_removes_first_hides_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = [tmp_path / f".p.draft-{files._machine()}-{2**22 + 1}-0000000{i}" for i in range(3)]
+    for draft in drafts:
+        draft.touch()
+    is_left, gone = files._is_left, []
+
+    def meanwhile(entry: "os.DirEntry[str]") -> bool:
+        found = is_left(entry)
+        if not gone:
+            gone.append(entry.name)
+            os.unlink(entry.path)
+        return found
+
+    monkeypatch.setattr(files, "_is_left", meanwhile)
+    files.remove_drafts(tmp_path)
+    assert gone and hidden(tmp_path) == []
+
+
+def test_a_draft_that_cannot_be_removed_hides_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(3):
+        (tmp_path / f".p.draft-{files._machine()}-{2**22 + 1}-0000000{i}").mkdir()
+    remove, tried = os.rmdir, []
+
+    def refuse_the_first(*args: Any, **kwargs: Any) -> None:
+        tried.append(args)
+        if len(tried) == 1:
+            raise PermissionError
+        remove(*args, **kwargs)
+
+    monkeypatch.setattr(os, "rmdir", refuse_the_first)
+    files.remove_drafts(tmp_path)
+    assert len(hidden(tmp_path)) == 1

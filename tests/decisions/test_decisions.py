@@ -208,6 +208,18 @@ def test_abstention_takes_any_uncertainty_and_says_when_nothing_can_be_promised(
     assert few.answered == 0 and not bool(few(pred).any())
 
 
+@pytest.mark.parametrize("errors_first", [False, True])
+def test_rows_that_are_equally_sure_are_judged_together_in_whatever_order(errors_first: bool) -> None:
+    """Just enough rows for three errors; one row less promises nothing. A less sure half that is wrong is left out."""
+    enough = next(n for n in range(9, 999) if stats.binom.cdf(3, n, 0.05) <= 0.05 / 8)
+    for rows, answered in ((enough, 1), (enough - 1, 0)):
+        wrong = (torch.arange(rows) < 3).long() if errors_first else (torch.arange(rows) >= rows - 3).long()
+        sure, unsure = (torch.tensor([[p, 1 - p]]).log().expand(rows, 2) for p in (0.8, 0.6))
+        assert Abstention.fit(classes(sure), wrong, risk=0.05, delta=0.05).answered == answered
+        both = Abstention.fit(classes(torch.cat([unsure, sure])), torch.cat([1 - wrong, wrong]), risk=0.05, delta=0.05)
+        assert both.answered == answered / 2
+
+
 # Refused --------------------------------------------------------------------------------------------------------------
 
 

@@ -836,6 +836,8 @@ def test_picture() -> None:
     left, right = figure.axes
     assert left.get_title().startswith("dropout: ") and right.get_title().startswith("EMP: ")
     assert [len(axes.lines) for axes in figure.axes] == [3, 3] and left.get_ylim() == right.get_ylim()
+    (near,) = plot_prior_functions(x / 5, {"flat": torch.zeros(1, len(x))}).axes
+    assert all(float(tick).is_integer() for tick in near.get_xticks())
 
 
 def test_matplotlib_is_named_when_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,6 +150,19 @@ def test_squared_norms_of_many_tensors() -> None:
     torch.testing.assert_close(second, direct.detach(), rtol=1e-5, atol=1e-6)
 
 
+def test_squared_norms_on_a_gpu_are_those_on_a_cpu() -> None:
+    """Which sums the norms of whole tensors, here of some that say they are there."""
+
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    some = [torch.randn(3, 4), torch.randn(5).bfloat16(), torch.randn(2).double()]
+    for few in (some[:2], some):
+        there, context = [few[0].as_subclass(OnGpu), *few[1:]], SimpleNamespace(save_for_backward=lambda *tensors: None)
+        found = sums._SquaredNorms.forward(context, there, [])
+        torch.testing.assert_close(found.as_subclass(Tensor), sums.squared_norms(few), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("q", [sb.Normal, sb.Cauchy, sb.LogNormal])
 def test_the_kl_of_many_factors_in_one_operation(q: Any) -> None:
     """As by element, with first and second derivatives, also where some factors rest; zero at the prior."""
@@ -164,9 +178,10 @@ def test_the_kl_of_many_factors_in_one_operation(q: Any) -> None:
 
     torch.testing.assert_close(total(*leaves), direct(*leaves))
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    found = (torch.autograd.grad(f(*leaves).sin(), wanted) for f in (total, direct))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    for again in (False, True):  # where a second derivative is to follow, the first is computed another way
+        found = (torch.autograd.grad(f(*leaves).sin(), wanted, create_graph=again) for f in (total, direct))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     assert torch.autograd.gradcheck(total, leaves) and torch.autograd.gradgradcheck(total, leaves)
     at = torch.full((2, 1, 4), 0.5), torch.full((2, 1, 4), rho_from_scale(0.7))
     assert float(summed_kl(q, q(0.5, 0.7), [at[0]], [at[1]])) == pytest.approx(0.0, abs=1e-6)

@@ -25,7 +25,9 @@ import slimbayes as sb
 from slimbayes.engine import locate, passes, proof, trial
 from slimbayes.engine.blocks import block_of_row
 from slimbayes.engine.layout import Layout
-from slimbayes.engine.quiet import Quiet
+from slimbayes.engine.objects import copy_of
+from slimbayes.engine.passes import Noise
+from slimbayes.engine.quiet import Quiet, check_bounds
 from slimbayes.layers.site import own_value
 from slimbayes.posteriors.factors import Lines
 
@@ -1710,3 +1712,78 @@ def test_a_trial_that_cannot_put_things_back_is_over_all_the_same(monkeypatch: p
     with pytest.raises(RuntimeError, match="put back"), trial.undisturbed(nn.Linear(2, 2), torch.randn(3, 2)):
         assert trial.on_trial()
     assert not trial.on_trial()
+
+
+def test_some_draws_of_a_pass_keep_its_rows_and_their_own_noise() -> None:
+    whole = passes.Pass(4, 3, rowwise=False)
+    whole.layout = Layout()
+    whole.put("a", Noise(torch.arange(4.0).view(4, 1), torch.empty(0, 0)))
+    some = whole.take(torch.tensor([2, 0]))
+    assert (some.draws, some.total, some.rows) == (2, 2, 3) and some.layout is whole.layout
+    assert some.noise["a"].block.tolist() == [[2.0], [0.0]] and len(whole.noise["a"].block) == 4
+
+
+def test_objects_are_copied_where_they_hold_tensors_or_know_how() -> None:
+    class Plain:
+        pass
+
+    class Copied(Plain):
+        def __copy__(self) -> Any:
+            return Copied()
+
+    empty, batch, copied = Plain(), Plain(), Copied()
+    batch.x = torch.ones(2)  # type: ignore[attr-defined]
+    assert copy_of(empty) is empty and copy_of(batch) is not batch and copy_of(copied) is not copied
+
+
+def test_draws_that_differ_together_are_said_to_mix_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a proof finds that ends so, although all that came before went well."""
+
+    def differ(self: Any) -> None:
+        raise passes.Unproven("draws differ")
+
+    monkeypatch.setattr(proof.Proof, "verify", differ)
+    model = converted(Net(lambda m, x: m.b(m.a(x))), MEMBERS)
+    found = proof.prove(model, ((torch.randn(3, 4),), {}), passes.posteriors_of(model), None)
+    assert found.mixed and not found.folds and found.why == "draws differ"
+
+
+def test_steps_that_run_one_by_one_to_one_end_leave_rows_apart() -> None:
+    """Twice as many steps are more calls, but not more outputs: no rows, which lie along the next dimension."""
+
+    def last(m: Any, x: Tensor) -> Tensor:
+        h = torch.zeros(x.shape[1], m.a.out_features)
+        for step in x:
+            h = torch.tanh(m.a(step) + 0.5 * h)
+        return m.b(h)
+
+    model = converted(Net(last), MEMBERS)
+    layout = locate.layout_of(model, (torch.randn(3, 5, 4),), {}, passes.posteriors_of(model))
+    assert layout.lead == (0, 1) and layout.folds and layout.rowwise
+
+
+def test_the_layout_of_a_single_row_is_kept() -> None:
+    model, one = converted(Net(lambda m, x: m.b(m.a(x))), MEMBERS), (torch.randn(1, 4),)
+    first, second = (locate.layout_of(model, one, {}, passes.posteriors_of(model)) for _ in range(2))
+    assert first is second
+
+
+def test_beams_of_a_sequence_have_its_member() -> None:
+    class Writer(Net):
+        def generate(self, x: Tensor) -> Tensor:
+            return self(x.repeat_interleave(3, 0))
+
+    model = converted(Writer(lambda m, x: m.b(m.a(x))), MEMBERS)
+    y = model.generate(torch.ones(2, 4)).unflatten(0, (2, 3))
+    assert all(torch.equal(y[:, 0], y[:, j]) for j in (1, 2)) and not torch.equal(y[0, 0], y[1, 0])
+
+
+def test_an_index_out_of_range_is_told_before_a_gpu_meets_it() -> None:
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    words, table = torch.tensor([1, 7]).as_subclass(OnGpu), torch.zeros(5, 2)
+    for args, kwargs in (((words, table), {}), ((words,), {"weight": table})):
+        with pytest.raises(IndexError, match="an index from 1 to 7 into 5 entries"):
+            check_bounds("embedding", args, kwargs)
+    check_bounds("embedding", (words[:1],), {"weight": table})

@@ -1,5 +1,8 @@
 """The fused scaling of rows against its definition in plain torch, under Triton's interpreter where there is no GPU."""
 
+import operator
+from types import SimpleNamespace
+
 import kernel_noise
 import numpy as np
 import pytest
@@ -274,3 +277,22 @@ def test_many_blocks_of_many_rows(family: int) -> None:
     weight = torch.randn_like(x)
     found, wanted = (torch.autograd.grad((t * weight).sum(), leaves) for t in (y, expected))
     torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
+
+
+def test_rows_that_blocks_divide_go_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for it, so that this is tested without Triton, too."""
+    from slimbayes.engine import fused
+
+    def stand_in(rows: Tensor, factor: Tensor, *rest: object) -> Tensor:
+        return rows * factor.repeat_interleave(len(rows) // len(factor), 0)
+
+    monkeypatch.setattr(fused, "ready", lambda *tensors: True)
+    monkeypatch.setattr(fused, "LARGE", 1)
+    monkeypatch.setattr("slimbayes.kernels.scale", SimpleNamespace(scaled=stand_in, How=object), raising=False)
+    x, factor = torch.randn(6, 4), torch.randn(2, 4)
+    options = 0, -1, None, torch.float32
+    got = fused.fused(operator.mul, x, factor, *options)
+    torch.testing.assert_close(got, torch.cat([x[:3] * factor[0], x[3:] * factor[1]]))
+    assert fused.fused(operator.mul, x[:5], factor, *options) is None
+    assert fused.fused(operator.add, x, factor, *options) is None
+    assert fused.seeded(fused.SEEDED, 2, x) and not fused.seeded(fused.SEEDED, 1, x) and not fused.seeded(1, 2, x)

@@ -1,5 +1,7 @@
 """Kernels of k-tied posteriors against their definitions in plain torch, under Triton's interpreter without a GPU."""
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,3 +149,23 @@ def test_a_layer_takes_the_kernels_and_gives_the_same_moments(monkeypatch: pytes
     torch.testing.assert_close(y.std(0), twin.std(0), rtol=0.12, atol=0)
     y.sum().backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in net.parameters())
+
+
+def test_biases_go_to_the_kernel_with_their_variances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for it, so that this is tested without Triton, too."""
+    from slimbayes.posteriors import k_tied
+
+    def stand_in(x: Tensor, weight: Tensor, out_dim: int, bias: Tensor, *rest: Any) -> Tensor:
+        seen.append(rest[2])  # after P and Q
+        return nn.functional.linear(x, weight, bias)
+
+    seen: list[Tensor | None] = []
+    monkeypatch.setattr(k_tied, "ready", lambda *tensors: True)
+    monkeypatch.setattr(k_tied, "LARGE", 1)
+    monkeypatch.setitem(sys.modules, "slimbayes.kernels.tied", SimpleNamespace(tied_local=stand_in))
+    for bias in ("point", "gaussian"):
+        seen.clear()
+        net = sb.bayesianize(nn.Linear(6, 3), sb.KTied(rank=2, estimator="local", bias=bias, scale_init=0.5))
+        assert sb.sample(net, torch.randn(5, 6), draws=1).shape == (1, 5, 3)
+        log_scale = net.posterior["weight"].bias_log_scale
+        torch.testing.assert_close(seen[-1], None if bias == "point" else (2 * log_scale).exp())

@@ -56,3 +56,9 @@ def test_standard_errors_over_rows_and_over_draws(tmp_path: Path) -> None:
     assert few["neg_elbo_sem"] == pytest.approx(many["neg_elbo_sem"], rel=0.5)  # rows are as many
     assert many["neg_elbo_sem_draws"] < 0.7 * few["neg_elbo_sem_draws"]  # draws are eight times as many
     assert {"nll_sem", "accuracy_sem", "brier_sem", "brier_shifted_sem"} <= few.keys()
+
+
+def test_lines_are_folded_between_words_alone() -> None:
+    whole = "mean-field-of-a-late-layer"
+    told = diagnosis_lines({"run": "r" * 70, "method": whole, "data": "digits", "notes": []})
+    assert len(told) == 2 and told[1] == f"    {whole}, digits"

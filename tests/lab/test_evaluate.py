@@ -49,6 +49,7 @@ def test_scores_are_those_of_predict(tmp_path: Path) -> None:
     assert row.metrics["nll"] == pytest.approx(float(-probs.gather(1, task.test.y[:, None]).log().mean()), abs=1e-6)
     assert row.reliability is not None and sum(row.reliability.count) == 100
     assert row.risk_coverage is not None and row.risk_coverage.risk[-1] == pytest.approx(1 - row.metrics["accuracy"])
+    assert row.risk_coverage.coverage[0] == pytest.approx(1 / 100) and row.risk_coverage.coverage[-1] == 1
 
 
 @pytest.mark.slow

@@ -6,9 +6,12 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from slimbayes.lab.execution import Execution
 from slimbayes.lab.runs import watchers as module
 from slimbayes.lab.runs.watchers import HOST, Heartbeat, Ranks, Watcher
 
@@ -132,3 +135,18 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         while not (watching.place / "0").exists() or "step 5" not in (watching.place / "0").read_text():
             pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_start_of_a_job_meets_under_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the store that torchrun keeps: a process that opened another there would meet nobody."""
+    for name, value in {
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "there", "MASTER_PORT": "29", "RANK": "1",
+        "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "3",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    made: list[Any] = []
+    monkeypatch.setattr(dist, "TCPStore", lambda *place, **options: made.append((*place, options["is_master"])))
+    monkeypatch.setattr(dist, "PrefixStore", lambda name, store: made.append(name))
+    monkeypatch.setattr(dist, "init_process_group", lambda kind, **o: made.append((kind, o["rank"], o["world_size"])))
+    Execution(accelerator="cpu", devices=2)._meet()
+    assert made == [("there", 29, False), "start 3", ("gloo", 1, 2)]

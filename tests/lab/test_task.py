@@ -44,6 +44,8 @@ def test_tables_of_ones_own_are_standardised() -> None:
     scaled = task.scaling(x)
     torch.testing.assert_close(scaled.mean(0), torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(scaled.std(0, correction=0), torch.tensor([1.0, 1.0, 0.0]))
+    left = experiment(data={"name": "mine", "train_limit": None, "test_limit": None, "scaling": "unit"}).data
+    assert torch.equal(open_task(left, None, data).scaling(x), x)
 
 
 def test_a_table_of_ones_own_brings_its_names() -> None:

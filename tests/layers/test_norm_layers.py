@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 import slimbayes as sb
 from slimbayes.engine.passes import posteriors_of
+from slimbayes.layers.anything import scales_of
 from slimbayes.layers.base import LAYERS, BayesLayer
 from slimbayes.layers.norm import LARGE
 
@@ -916,3 +917,16 @@ def test_norms_are_known_by_what_they_do_whatever_their_scales_are_called() -> N
     assert float(draws.detach().std(0).max()) > 0.01
     with sb.frozen(net, draws=1, seed=2):
         torch.testing.assert_close(sb.write_out(net)(x), net(x))
+
+
+def test_a_module_with_weights_inside_is_no_norm() -> None:
+    class Rms(nn.Module):
+        def __init__(self, *inside: nn.Module) -> None:
+            super().__init__()
+            self.gain, self.inside = nn.Parameter(torch.ones(4)), nn.Sequential(*inside)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inside(x / x.square().mean(-1, keepdim=True).sqrt()) * self.gain
+
+    assert scales_of(Rms()) == scales_of(Rms(nn.Identity())) == ["gain"]
+    assert scales_of(Rms(nn.Linear(4, 4))) == scales_of(nn.Linear(4, 4)) == []

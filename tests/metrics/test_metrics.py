@@ -329,6 +329,7 @@ def test_soft_labels() -> None:
     assert value(sm.SoftLabelNLL(), torch.tensor([0.25]), torch.tensor([[3, 1]])) == pytest.approx(
         stats.entropy([0.75, 0.25])
     )
+    assert value(sm.SoftLabelNLL(), probs[None], counts[None]) == pytest.approx(slow)  # many targets of one row
 
 
 # Confidence

@@ -738,6 +738,7 @@ ERRORS: list[tuple[str, Callable[[], Any]]] = [
     (r"TiedMean needs a positive, finite scale, got -1", lambda: sb.TiedMean(-1)),
     (r"HeNormal needs a positive, finite gain, got 0", lambda: sb.HeNormal(0)),
     (r"ScaleMixture: mix must lie strictly between 0 and 1, got 1", lambda: sb.ScaleMixture(mix=1.0)),
+    (r"ScaleMixture: mix must lie strictly .*, got 0", lambda: sb.ScaleMixture(mix=0.0)),
     (r"MeanField: Cauchy is no prior for weights; use Normal, HeNormal", lambda: sb.MeanField(prior=sb.Cauchy())),
     (r"KTied: float is no prior for weights", lambda: sb.KTied(prior=0.3)),  # type: ignore[arg-type]
 ]  # fmt: skip

@@ -89,11 +89,12 @@ def test_members_of_a_head_are_exported_to_onnx(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("scale", "file"), [(0.5, "net.pt2"), (torch.tensor([0.5, 2.0]), "net.onnx")])
-def test_real_targets_are_exported(scale: Any, file: str, tmp_path: Path) -> None:
+def test_real_targets_are_exported(scale: Any, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
     model = sb.bayesianize(nn.Linear(4, 2), sb.Rank1(members=2, scale_init=0.3)).eval()
     made = sb.export(model, torch.randn(5, 4), tmp_path / file, draws=2, likelihood="gaussian", scale=scale)
+    assert not capsys.readouterr().out
     x = torch.randn(7, 4)
     found = sb.predict(model, x, draws=2, likelihood="gaussian", scale=scale, seed=0)
     if file.endswith("pt2"):

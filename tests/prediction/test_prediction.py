@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.prediction.averages import Accumulator
+from slimbayes.prediction.draws import Draws
 from slimbayes.train.heteroscedastic import noise_scale
 
 S, K, N, C = 12, 3, 40, 4
@@ -392,3 +393,18 @@ def test_a_model_that_gives_no_rows_is_refused_in_words() -> None:
         sb.predict(model, x, likelihood="gaussian")
     with pytest.raises(ValueError, match="No likelihood takes complex outputs"):
         sb.predict(model, x, likelihood="gaussian", output=1)
+
+
+def test_a_model_that_takes_derivatives_fails_without_them_only_once() -> None:
+    seen = []
+
+    def forces() -> Tensor:
+        seen.append(torch.is_grad_enabled())
+        x = torch.ones(2, requires_grad=True)
+        return torch.autograd.grad(x.square().sum(), x)[0]
+
+    draws = Draws(sb.bayesianize(nn.Linear(2, 2), sb.MeanField()), None, True, "auto", 0)
+    with torch.no_grad():
+        for _ in range(3):
+            assert draws._run_call(forces).tolist() == [2.0, 2.0]
+    assert seen == [False, True, True, True]

@@ -23,7 +23,7 @@ def real(targets: tuple[int, ...] = ()) -> tuple[sb.Prediction, torch.Tensor]:
     return pred, torch.randn(N, *targets)
 
 
-@pytest.mark.parametrize("pred", [classes()[0], real()[0], real((2,))[0], classes()[0][:1]])
+@pytest.mark.parametrize("pred", [classes()[0], real()[0], real((2,))[0], classes()[0][:1], real()[0][:8]])
 def test_a_prediction_is_one_line_and_a_short_table(pred: sb.Prediction) -> None:
     told = repr(pred)
     assert len(told) < 200 and "\n" not in told
@@ -34,6 +34,7 @@ def test_a_prediction_is_one_line_and_a_short_table(pred: sb.Prediction) -> None
     )
     page = pred._repr_html_()
     assert page.count("<tr>") == 1 + min(len(pred), 8) + (len(pred) > 8)
+    assert (f"and {len(pred) - 8} more" in page) == (len(pred) > 8)
     assert len(page) < 6000
 
 

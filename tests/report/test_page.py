@@ -24,11 +24,14 @@ from slimbayes.report.figures import (
     by_severity,
     checkpoints,
     corruption_boxes,
+    draws,
     reliability,
     risk_coverage,
 )
 from slimbayes.report.groups import load
+from slimbayes.report.metric import MISSING
 from slimbayes.report.record import Evaluation, RecordError, read
+from slimbayes.report.tables import _seconds, summary
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -408,6 +411,29 @@ def test_snapshots_are_points_on_the_way(group):
     ((label, (good, bad)),) = found.variants
     assert label == "Disagreement" and [(row["x"], row["y"]) for row in good.rows] == [(0.8, 0.8), (0.9, 0.9)]
     assert [row["x"] for row in bad.rows] == pytest.approx([0.2, 0.1])
+
+
+def test_numbers_of_draws_are_spaced_by_ratio(group):
+    _, (chart,) = draws([group]).variants[0]
+    assert [row["x"] for row in chart.rows] == [1, 4]
+    x = chart.spec["encoding"]["x"]
+    assert x["scale"]["type"] == "log" and x["axis"]["values"] == [1, 4]
+
+
+def test_the_summary_counts_seeds_and_marks_nobody_as_best_of_one(group, tmp_path):
+    bare = Evaluation(data="synthetic/test", role="test", draws=4, rows=9, metrics={"accuracy": 0.1})
+    other = load(save(tmp_path, record("other", 0, evaluations=[bare]))).groups[0]
+    columns = {(c.over, c.title): c.cells for c in summary([group, other]).columns}
+    assert [cell.text for cell in columns["Runs", "Seeds"]] == ["2", "1"]
+    assert [cell.text for cell in columns["Runs", "Draws"]] == ["4", "4"]
+    assert [cell.best for cell in columns["Test", "Accuracy, %"]] == [True, False]
+    assert [cell.best for cell in columns["Test", "NLL"]] == [False, False]
+
+
+def test_times_are_told_in_units_that_fit():
+    times = [_seconds([value]) for value in (3.0, 89.0, 90.0, 5399.0, 5400.0, math.nan, math.inf)]
+    assert [cell.text for cell in times] == ["3 s", "89 s", "1.5 min", "90.0 min", "1.5 h", MISSING, MISSING]
+    assert [cell.sort for cell in times[:2]] == [3.0, 89.0] and times[-1].sort is None
 
 
 def test_risk_falls_on_the_recorded_curve(group):

@@ -22,6 +22,7 @@ import slimbayes as sb
 from slimbayes.train import schedules
 from slimbayes.train.elbo import silent_of_dwarfed
 from slimbayes.train.heteroscedastic import noise_scale
+from slimbayes.train.targets import check_classes_of
 
 S, B, C = 5, 7, 4
 
@@ -696,3 +697,17 @@ def test_a_loss_with_its_draws_and_kl_is_one_graph_once_rows_are_located(config:
     assert len(graphs) == 1 and bool(found.isfinite())
     trained = [p for p in net.parameters() if p.requires_grad]
     assert all(p.grad is not None for p in trained)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (torch.tensor([0.0, 2.0]), r"class indices from 0 to 2, got dtype torch.float32: .*target.long\(\)"),
+        (torch.tensor([0, 3]), "class indices from 0 to 2"),
+        (torch.tensor([-1, -1]), "All 2 targets are ignore_index=-1"),
+    ],
+)
+def test_what_is_no_class_is_refused(target: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_classes_of(target, 3, -1)
+    check_classes_of(torch.tensor([0, 2, -1]), 3, -1)

@@ -236,7 +236,7 @@ def _share(decisions: Sequence[Decision], layers: Mapping[str, nn.Module], built
 
 def _restore(layer: Any, posteriors: nn.ModuleDict) -> None:
     """Give a layer its own class back, if it was swapped for these posteriors."""
-    if isinstance(layer, Converted) and layer._modules.get("posterior") is posteriors:
+    if layer._modules.get("posterior") is posteriors:
         layer.__class__ = class_before(type(layer))
         del layer._modules["posterior"]
 

@@ -173,16 +173,17 @@ class Abstention:
             raise ValueError(f"risk and delta must lie strictly between 0 and 1, got {risk!r} and {delta!r}.")
         by = by or ("confidence" if prediction.discrete else "total")
         wrong = _wrong(prediction, target, tolerance)
-        score, order = _score(prediction, by).sort(descending=True, stable=True)
+        score, order = _score(prediction, by).sort(descending=True)
         errors = wrong[order].double().cumsum(0)
         n, best = len(score), 0
         least = math.ceil(math.log(delta / _STARTS) / math.log1p(-risk))  # without any error
         for j in range(_STARTS):
             for m in range(max(least, j * n // _STARTS), max(least, (j + 1) * n // _STARTS) + 1):
+                if m < n and not bool(score[m] < score[m - 1]):
+                    continue  # equal rows are answered together: none of them counts before the last
                 if m > n or _log_tail(int(errors[m - 1]), m, risk) > math.log(delta / _STARTS):
                     break
-                if m == n or bool(score[m] < score[m - 1]):  # equal rows are answered together
-                    best = m
+                best = m
         if best == 0:
             return cls(by, math.inf if by == "confidence" else -math.inf, risk, 0.0)
         last = -math.inf if best == n else float(score[best])

@@ -20,7 +20,7 @@ from slimbayes.engine import passes
 from slimbayes.engine.layout import Unproven, arrays_of, map_arrays, tree_map
 from slimbayes.engine.rows import LinearMap, sizes_of_blocks
 from slimbayes.engine.state import State
-from slimbayes.layers.base import BayesLayer, made_once, mixed_class, reading
+from slimbayes.layers.base import BayesLayer, made_once, mixed_class
 from slimbayes.layers.site import Kind, Site, has, own_value
 
 NOT_WORTH_IT = re.compile(
@@ -205,6 +205,5 @@ def any_class(
     plain: type[nn.Module], names: tuple[str, ...], kind: Kind, read_names: tuple[str, ...]
 ) -> type[BayesLayer]:
     """The class of converted layers of one type, of which these parameters are drawn."""
-    attributes: dict[str, Any] = {"plain": plain, "drawn_names": names, "bayes_kind": kind, "read_names": read_names}
-    attributes |= {"__module__": __name__, **{name: reading(name) for name in read_names}}
-    return mixed_class(f"Bayes{plain.__name__}", (AnyLayer, plain), attributes)
+    attributes = {"plain": plain, "drawn_names": names, "bayes_kind": kind, "read_names": read_names}
+    return mixed_class(f"Bayes{plain.__name__}", (AnyLayer, plain), attributes | {"__module__": __name__})

@@ -225,7 +225,7 @@ def _write(graph: Graph, inputs: tuple[Tensor, ...], made: Exported, notes: Mapp
             raise ImportError('A .onnx file needs onnx and onnxscript: pip install "slimbayes[export]"')
         with _explain_failure(made.path.name, " A .pt2 file can hold it."):
             names = {"input_names": list(made.inputs), "output_names": list(made.outputs)}
-            onnx = torch.onnx.export(program, **names, verbose=False)
+            onnx = torch.onnx.export(program, **names)
         assert onnx is not None
         # Values inside get other names than outputs have: torch names them after operations, as mean.
         ends = {id(value) for value in onnx.model.graph.outputs}
