@@ -71,8 +71,8 @@ def test_every_score_of_a_record_is_known():
     """Others would be shown by their bare name, without a direction."""
     cpu = torch.device("cpu")
     made = [class_scores(10, 15, 2, binary, cpu) for binary in (True, False)] + [regression_scores(cpu)]
-    names = {name for one in made for group in (one.whole, one.diversity, one.uncertainty) for name in group}
-    assert {"accuracy", "auroc", "crps", "entropy"} <= names <= set(KNOWN)
+    names = {name for one in made for group in (one.whole, one.soft, one.diversity, one.uncertainty) for name in group}
+    assert {"accuracy", "auroc", "crps", "entropy", "soft_nll"} <= names <= set(KNOWN)
 
 
 def test_directions_are_known_for_all_headline_metrics():

@@ -48,7 +48,7 @@ def print_scores(folder: Path) -> None:
 
     record, console = read(folder), Console()
     rows = [e for e in record.evaluations if e.role in ("test", "shift", "ood")]
-    names = list(dict.fromkeys(n for e in rows for n in e.metrics if n in shown_in("terminal")))
+    names = [n for n in shown_in("terminal") if any(n in e.metrics for e in rows)]
     table = Table(title=Text(f"{record.name}: {record.method}"))
     for column in ("rows", "draws", *names):
         table.add_column(column, justify="right" if column != "rows" else "left")

@@ -163,6 +163,9 @@ class Rank1Posterior(WeightPosterior):
         return self.r.against_prior() + self.s.against_prior()
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
+        """Eq. 1 in three ways that must agree: in the weight for one draw, by lines shaped once for all layers for few
+        rows, and by `LinearMap.modulated`, which knows kernels, for all others.
+        """
         current = linear.current or self.current
         drawn: Drawn = current.values.get(self.key) or self.values()
         if drawn.r.shape[0] == 1 and linear.absorbs and not self.additive:

@@ -105,6 +105,7 @@ KNOWN = {
         Metric("fpr95", "FPR95", "lower", percent=True, shown=("comparison", "terminal")),
         Metric("top5", "Top-5 accuracy", "higher", percent=True),
         Metric("aurc", "AURC", "lower"),
+        Metric("soft_nll", "NLL of soft labels", "lower"),
         Metric("adaptive_ece", "Adaptive ECE", "lower"),
         Metric("classwise_ece", "Class-wise ECE", "lower"),
         Metric("mce", "MCE", "lower"),
@@ -124,8 +125,8 @@ KNOWN = {
 def shown_in(place: Place) -> tuple[str, ...]:
     """Names of the metrics that stand in a place without being asked for.
 
-    >>> shown_in("terminal")
-    ('accuracy', 'nll', 'ece', 'rmse', 'lpd', 'crps', 'auroc', 'fpr95')
+    >>> {"nll", "auroc"} <= set(shown_in("terminal")), "brier" in shown_in("terminal")
+    (True, False)
     """
     return tuple(name for name, known in KNOWN.items() if place in known.shown)
 

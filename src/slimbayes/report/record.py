@@ -54,10 +54,8 @@ class RiskCoverage(Frozen):
 class Evaluation(Frozen):
     """Scores on one set of rows with one number of draws.
 
-    `metrics` of classes: accuracy, top5, nll, brier, ece, mce, adaptive_ece, classwise_ece, aurc, entropy, epistemic;
-    of real targets: rmse, lpd, crps, coverage95; of unfamiliar inputs: auroc, aucpr, fpr95. Shares lie in [0, 1].
-    `members` has the scores of each member by itself, `diversity` compares them: disagreement,
-    normalised_disagreement, kl, cosine.
+    Names of `metrics` are those of report/metric.py; shares lie in [0, 1]. `members` has the scores of each member by
+    itself, `diversity` compares them.
     """
 
     data: str
