@@ -137,7 +137,7 @@ def debayesianize(model: Model) -> Model:
             _restore(layer, layer.posterior)
         elif isinstance(layer, Opens):
             layer.__class__ = class_before(type(layer))
-        for kept in ("_slimbayes_tree", OF_MEMBER_0, CACHED_NAMES):
+        for kept in ("_slimbayes_tree", "_slimbayes_methods", OF_MEMBER_0, CACHED_NAMES):
             layer.__dict__.pop(kept, None)
         conversion: Conversion | None = layer.__dict__.pop("_slimbayes", None)
         if conversion is not None:
