@@ -78,7 +78,12 @@ class Workers:
             worker.shutdown(wait=False, cancel_futures=True)
 
 
-def run_all(workers: Workers, jobs: Sequence[Job], keep: Callable[[list[Any]], None], until: float) -> bool:
+def run_all(
+    workers: Workers,
+    jobs: Sequence[Job],
+    keep: Callable[[list[Any]], None],
+    until: float,
+) -> bool:
     """Run jobs side by side, the first ones first, and keep the lists they give; whether all of them were run.
 
     None begins after `until`, by the monotonic clock. What fails has a second try, at the end.
@@ -112,18 +117,30 @@ class Paired(NamedTuple):
     @property
     def side(self) -> int:
         """-1 where the difference is below zero beyond its interval, 1 where it is above, else 0."""
-        return 0 if self.half is None or abs(self.mean) <= self.half else -1 if self.mean < 0 else 1
+        return (
+            0
+            if self.half is None or abs(self.mean) <= self.half
+            else -1
+            if self.mean < 0
+            else 1
+        )
 
 
 def paired(ours: Mapping[Any, float], theirs: Mapping[Any, float]) -> Paired | None:
     """Ours less theirs, over the keys that both have; None where there are none."""
-    differences = [ours[key] - theirs[key] for key in sorted(ours.keys() & theirs.keys())]
+    differences = [
+        ours[key] - theirs[key] for key in sorted(ours.keys() & theirs.keys())
+    ]
     if len(differences) < 2:
         return Paired(differences[0], None) if differences else None
-    from scipy.stats import t as student  # takes as long as torch, and most of what is here does without
+    from scipy.stats import (
+        t as student,
+    )  # takes as long as torch, and most of what is here does without
 
     error = stdev(differences) / len(differences) ** 0.5
-    return Paired(mean(differences), error * float(student.ppf(0.975, len(differences) - 1)))
+    return Paired(
+        mean(differences), error * float(student.ppf(0.975, len(differences) - 1))
+    )
 
 
 def table(rows: Sequence[Sequence[Any]]) -> list[str]:

@@ -41,7 +41,9 @@ import slimbayes as sb
 from slimbayes.train import heteroscedastic, likelihoods
 
 RECORD = Path(__file__).parents[1] / "results" / "defaults" / "cells.json"
-EARLIER = RECORD.with_name("earlier.json")  # rounds before, of which only the validation scores are shown
+EARLIER = RECORD.with_name(
+    "earlier.json"
+)  # rounds before, of which only the validation scores are shown
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 DRAWS = 16  # of a prediction, over all members
 
@@ -60,7 +62,9 @@ def cells(seeds: int, only: str) -> list[Cell]:
     every = [
         Cell(task, start, name, seed)
         for seed in range(seeds)
-        for task in sorted(TASKS, key=lambda name: -_weight(TASKS[name]))  # the longest first
+        for task in sorted(
+            TASKS, key=lambda name: -_weight(TASKS[name])
+        )  # the longest first
         for start in STARTS
         for name, candidate in CANDIDATES.items()
         if start in candidate.starts
@@ -75,22 +79,36 @@ def _weight(task: Task) -> float:
 
 def run_cell(cell: Cell, data: Path, trained: Path) -> list[dict[str, Any]]:
     """The line of one cell, trained and judged; numbers that are not finite are kept as such, as text."""
-    start, task, candidate = time.process_time(), TASKS[cell.task], CANDIDATES[cell.candidate]
+    start, task, candidate = (
+        time.process_time(),
+        TASKS[cell.task],
+        CANDIDATES[cell.candidate],
+    )
     rows = load(task, data, cell.seed)
     torch.manual_seed(cell.seed)
     epochs, net = task.epochs, task.network()
     if cell.start == "trained":
-        epochs, net = max(1, task.epochs // 2), trained_net(task, rows["train"], cell.seed, trained)
+        epochs, net = (
+            max(1, task.epochs // 2),
+            trained_net(task, rows["train"], cell.seed, trained),
+        )
     torch.manual_seed(cell.seed + 1)
     config = candidate.config(net, cell.start)
     sb.bayesianize(net, config)
     result: dict[str, Any] = cell._asdict()
     try:
         if cell.start == "trained":
-            result["converted"] = _scores(net, task, rows["validation"])["nll"]  # before any training
-        result["kl"], result["train_nll"] = train(net, task, rows["train"], epochs, candidate.temperature, cell.seed)
+            result["converted"] = _scores(net, task, rows["validation"])[
+                "nll"
+            ]  # before any training
+        result["kl"], result["train_nll"] = train(
+            net, task, rows["train"], epochs, candidate.temperature, cell.seed
+        )
         for part in ("validation", "test"):
-            result |= {f"{part}_{name}": value for name, value in _scores(net, task, rows[part]).items()}
+            result |= {
+                f"{part}_{name}": value
+                for name, value in _scores(net, task, rows[part]).items()
+            }
     except FloatingPointError as error:
         result["error"] = str(error)[:200]
     result["seconds"] = time.process_time() - start
@@ -119,16 +137,23 @@ def trained_net(task: Task, rows: Rows, seed: int, folder: Path) -> nn.Module:
     return net
 
 
-def train(net: nn.Module, task: Task, rows: Rows, epochs: int, temperature: float, seed: int) -> tuple[float, float]:
+def train(
+    net: nn.Module, task: Task, rows: Rows, epochs: int, temperature: float, seed: int
+) -> tuple[float, float]:
     """AdamW, a cosine, the KL annealed over half of training; returns KL and NLL per datum of the last epoch."""
     steps = len(rows.x) // task.batch
     optimizer = torch.optim.AdamW(sb.param_groups(net, task.decay, task.lr), lr=task.lr)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * steps)
-    anneal, nll_of = sb.schedules.linear(max(1, epochs * steps // 2)), likelihoods.LIKELIHOODS[task.likelihood].nll
+    anneal, nll_of = (
+        sb.schedules.linear(max(1, epochs * steps // 2)),
+        likelihoods.LIKELIHOODS[task.likelihood].nll,
+    )
     generator, step, last = torch.Generator().manual_seed(seed), 0, []
     net.train()
     for epoch in range(epochs):
-        for at in torch.randperm(len(rows.x), generator=generator)[: steps * task.batch].split(task.batch):
+        for at in torch.randperm(len(rows.x), generator=generator)[
+            : steps * task.batch
+        ].split(task.batch):
             optimizer.zero_grad()
             nll = nll_of(sb.sample(net, rows.x[at]), rows.y[at], "average", 1.0)
             terms = sb.elbo(nll, net, len(rows.x), kl_weight=temperature * anneal(step))
@@ -147,7 +172,14 @@ def _scores(net: nn.Module, task: Task, rows: Rows) -> dict[str, float]:
     """NLL and error (share of wrong labels, or RMSE) on rows as they are and shifted."""
     found: dict[str, float] = {}
     for prefix, x in (("", rows.x), ("shifted_", rows.shifted)):
-        pred = sb.predict(net, x, draws=max(1, DRAWS // sb.members(net)), likelihood=task.likelihood, scale=1.0, seed=0)
+        pred = sb.predict(
+            net,
+            x,
+            draws=max(1, DRAWS // sb.members(net)),
+            likelihood=task.likelihood,
+            scale=1.0,
+            seed=0,
+        )
         found[f"{prefix}nll"] = -float(pred.log_prob(rows.y).mean())
         if task.likelihood == "heteroscedastic_gaussian":
             found[f"{prefix}error"] = float((pred.mean - rows.y).square().mean().sqrt())
@@ -161,10 +193,21 @@ def _scores(net: nn.Module, task: Task, rows: Rows) -> dict[str, float]:
 
 def done(file: Path) -> dict[Cell, dict[str, Any]]:
     """Finished cells of a file; a line that was cut off is run again."""
-    return {Cell(*(row[name] for name in Cell._fields)): row for row in lines_of(file) if "run" not in row}
+    return {
+        Cell(*(row[name] for name in Cell._fields)): row
+        for row in lines_of(file)
+        if "run" not in row
+    }
 
 
-def run_all(waiting: Sequence[Cell], data: Path, out: Path, workers: int, seconds: float, noise: str = "") -> None:
+def run_all(
+    waiting: Sequence[Cell],
+    data: Path,
+    out: Path,
+    workers: int,
+    seconds: float,
+    noise: str = "",
+) -> None:
     """Run cells, in this process or in others, for so many seconds."""
     kept, until = Cells(out), time.monotonic() + seconds
     kept.add([{"run": _made_by()}])
@@ -186,10 +229,24 @@ def run_all(waiting: Sequence[Cell], data: Path, out: Path, workers: int, second
 
 
 def _made_by() -> dict[str, str]:
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    git = subprocess.run(
+        ["git", "rev-parse", "HEAD"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
     commit = git.stdout.strip() or os.environ.get("COMMIT", "unknown")
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "slimbayes": sb.__version__}
-    return {"commit": commit, **versions, "processor": platform.machine(), "date": time.strftime("%Y-%m-%d")}
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "slimbayes": sb.__version__,
+    }
+    return {
+        "commit": commit,
+        **versions,
+        "processor": platform.machine(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def _set_up(noise: str) -> None:
@@ -197,33 +254,60 @@ def _set_up(noise: str) -> None:
     warnings.simplefilter("ignore")
     if noise:
         bounds = map(float, noise.split(","))
-        heteroscedastic.LEAST_NOISE, heteroscedastic.UNIT_NOISE, heteroscedastic.MOST_NOISE = bounds
+        (
+            heteroscedastic.LEAST_NOISE,
+            heteroscedastic.UNIT_NOISE,
+            heteroscedastic.MOST_NOISE,
+        ) = bounds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pack", type=Path, metavar="DIR")
-    parser.add_argument("--root", type=Path, help="where the data sets are; by default $SLIMBAYES_DATA")
+    parser.add_argument(
+        "--root", type=Path, help="where the data sets are; by default $SLIMBAYES_DATA"
+    )
     parser.add_argument("--data", type=Path, metavar="DIR")
     parser.add_argument("--out", type=Path, metavar="FILE")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--limit-seconds", type=float, default=math.inf)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--page", type=Path, nargs="*", metavar="FILE", help="of these, or of the kept record")
-    parser.add_argument("--noise", default="", metavar="FLOOR,UNIT,MOST", help="of heteroscedastic heads")
-    parser.add_argument("--only", default="", help="regular expression for task/start/candidate/seed")
+    parser.add_argument(
+        "--page",
+        type=Path,
+        nargs="*",
+        metavar="FILE",
+        help="of these, or of the kept record",
+    )
+    parser.add_argument(
+        "--noise",
+        default="",
+        metavar="FLOOR,UNIT,MOST",
+        help="of heteroscedastic heads",
+    )
+    parser.add_argument(
+        "--only", default="", help="regular expression for task/start/candidate/seed"
+    )
     args = parser.parse_args(arguments)
     if args.pack:
         pack(args.pack, args.root)
     if args.page:
         write_record(compact(args.page, CANDIDATES), RECORD)
     if args.page is not None:
-        PAGE.write_text(page(json.loads(RECORD.read_text()), json.loads(EARLIER.read_text())))
+        PAGE.write_text(
+            page(json.loads(RECORD.read_text()), json.loads(EARLIER.read_text()))
+        )
     if args.out:
         finished = done(args.out)
-        waiting = [cell for cell in cells(args.seeds, args.only) if cell not in finished]
+        waiting = [
+            cell for cell in cells(args.seeds, args.only) if cell not in finished
+        ]
         print(f"{len(waiting)} cells to run, {len(finished)} done", file=sys.stderr)
-        run_all(waiting, args.data, args.out, args.workers, args.limit_seconds, args.noise)
+        run_all(
+            waiting, args.data, args.out, args.workers, args.limit_seconds, args.noise
+        )
 
 
 if __name__ == "__main__":

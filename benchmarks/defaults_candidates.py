@@ -32,30 +32,47 @@ class Candidate:
     def describe(self) -> dict[str, Any]:
         """Plain data: what a record says of it, as for a network with norms."""
         config = self.make(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "scratch")
-        found = {"method": self.method, "written": _written(config), "temperature": self.temperature}
+        found = {
+            "method": self.method,
+            "written": _written(config),
+            "temperature": self.temperature,
+        }
         return found | {"config": config.to_dict()}
 
 
 def _written(config: sb.Config) -> str:
     """A config with what differs from the method's defaults."""
     usual, kind = type(config)(), type(config).__name__
-    given = [f.name for f in fields(config) if getattr(config, f.name) != getattr(usual, f.name)]  # type: ignore[arg-type]
+    given = [
+        f.name
+        for f in fields(config)
+        if getattr(config, f.name) != getattr(usual, f.name)
+    ]  # type: ignore[arg-type]
     return f"{kind}({', '.join(f'{name}={getattr(config, name)!r}' for name in given)})"
 
 
-def _fixed(method: str, config: sb.Config, temperature: float = 1.0, starts: tuple[str, ...] = BOTH) -> Candidate:
+def _fixed(
+    method: str,
+    config: sb.Config,
+    temperature: float = 1.0,
+    starts: tuple[str, ...] = BOTH,
+) -> Candidate:
     return Candidate(method, lambda net, start: config, temperature, starts)
 
 
 def _patch(method: str, patch: str = "norm+output", **options: Any) -> Candidate:
     def make(net: nn.Module, start: str) -> sb.Config:
         norms = any(kind_of(m) == "norm" for m in net.modules())
-        return sb.ModelPatch(patch=patch if norms else "output", cross=method == "ECMP", **options)
+        return sb.ModelPatch(
+            patch=patch if norms else "output", cross=method == "ECMP", **options
+        )
 
     return Candidate(method, make)
 
 
-def _rank1(temperature: float, spread: float, rate: float | None = None, scale: float = 0.1) -> Candidate:
+def _rank1(
+    temperature: float, spread: float, rate: float | None = None, scale: float = 0.1
+) -> Candidate:
     """`rate` is of dropout with as much noise: by default 1e-3."""
     config = sb.Rank1(
         prior=sb.Normal(1.0, scale),
@@ -65,9 +82,16 @@ def _rank1(temperature: float, spread: float, rate: float | None = None, scale: 
     return _fixed("rank-1 Normal", config, temperature)
 
 
-def _cauchy(temperature: float, spread: float, clip: float, scale: float | None = None) -> Candidate:
+def _cauchy(
+    temperature: float, spread: float, clip: float, scale: float | None = None
+) -> Candidate:
     """Tails are heavy: of some hundred factors with the default start, 0.001, one in six rows has one off by a half."""
-    config = sb.Rank1(prior=sb.Cauchy(1.0, 0.1), mean_init=sb.Normal(1.0, spread), clip=clip, scale_init=scale)
+    config = sb.Rank1(
+        prior=sb.Cauchy(1.0, 0.1),
+        mean_init=sb.Normal(1.0, spread),
+        clip=clip,
+        scale_init=scale,
+    )
     return _fixed("rank-1 Cauchy", config, temperature)
 
 
@@ -75,9 +99,15 @@ def _ensemble(spread: float) -> Candidate:
     return _fixed("BatchEnsemble", sb.BatchEnsemble(mean_init=sb.Normal(1.0, spread)))
 
 
-def _gaussian(kind: type[Any], temperature: float, prior: Any = None, **options: Any) -> Candidate:
+def _gaussian(
+    kind: type[Any], temperature: float, prior: Any = None, **options: Any
+) -> Candidate:
     config = kind(prior=prior or sb.HeNormal(), **options)
-    return _fixed({"KTied": "2-tied", "MeanField": "mean-field"}[kind.__name__], config, temperature)
+    return _fixed(
+        {"KTied": "2-tied", "MeanField": "mean-field"}[kind.__name__],
+        config,
+        temperature,
+    )
 
 
 CANDIDATES: dict[str, Candidate] = {
@@ -126,10 +156,18 @@ CANDIDATES: dict[str, Candidate] = {
     "kt-he-flip-t0.003": _gaussian(sb.KTied, 0.003, estimator="flipout"),
     "kt-he-flip-t0.03": _gaussian(sb.KTied, 0.03, estimator="flipout"),
     "kt-he-flip-t0.1": _gaussian(sb.KTied, 0.1, estimator="flipout"),
-    "kt-he-small-t0.01": _gaussian(sb.KTied, 0.01, estimator="flipout", scale_init=3e-3),
-    "kt-he-quiet-t0.01": _gaussian(sb.KTied, 0.01, estimator="flipout", scale_init=1e-3),
-    "kt-he-quiet-t0.001": _gaussian(sb.KTied, 0.001, estimator="flipout", scale_init=1e-3),
-    "kt-n1-flip-t0.01": _gaussian(sb.KTied, 0.01, sb.Normal(0.0, 1.0), estimator="flipout"),
+    "kt-he-small-t0.01": _gaussian(
+        sb.KTied, 0.01, estimator="flipout", scale_init=3e-3
+    ),
+    "kt-he-quiet-t0.01": _gaussian(
+        sb.KTied, 0.01, estimator="flipout", scale_init=1e-3
+    ),
+    "kt-he-quiet-t0.001": _gaussian(
+        sb.KTied, 0.001, estimator="flipout", scale_init=1e-3
+    ),
+    "kt-n1-flip-t0.01": _gaussian(
+        sb.KTied, 0.01, sb.Normal(0.0, 1.0), estimator="flipout"
+    ),
     "mf-default": _gaussian(sb.MeanField, 1.0, sb.Normal(0.0, 1.0)),
     "mf-he": _gaussian(sb.MeanField, 1.0),
     "mf-he-t0.1": _gaussian(sb.MeanField, 0.1),
@@ -139,18 +177,30 @@ CANDIDATES: dict[str, Candidate] = {
     "mf-he-flip-t0.003": _gaussian(sb.MeanField, 0.003, estimator="flipout"),
     "mf-he-flip-t0.01": _gaussian(sb.MeanField, 0.01, estimator="flipout"),
     "mf-he-flip-t0.1": _gaussian(sb.MeanField, 0.1, estimator="flipout"),
-    "mf-he-small-t0.01": _gaussian(sb.MeanField, 0.01, estimator="flipout", scale_init=3e-3, scale_jitter=3e-4),
-    "mf-he-small-t0.03": _gaussian(sb.MeanField, 0.03, estimator="flipout", scale_init=3e-3, scale_jitter=3e-4),
-    "mf-he-quiet-t0.01": _gaussian(sb.MeanField, 0.01, estimator="flipout", scale_init=1e-3, scale_jitter=1e-4),
-    "mf-he-quiet-t0.001": _gaussian(sb.MeanField, 0.001, estimator="flipout", scale_init=1e-3, scale_jitter=1e-4),
-    "mf-n1-flip-t0.01": _gaussian(sb.MeanField, 0.01, sb.Normal(0.0, 1.0), estimator="flipout"),
+    "mf-he-small-t0.01": _gaussian(
+        sb.MeanField, 0.01, estimator="flipout", scale_init=3e-3, scale_jitter=3e-4
+    ),
+    "mf-he-small-t0.03": _gaussian(
+        sb.MeanField, 0.03, estimator="flipout", scale_init=3e-3, scale_jitter=3e-4
+    ),
+    "mf-he-quiet-t0.01": _gaussian(
+        sb.MeanField, 0.01, estimator="flipout", scale_init=1e-3, scale_jitter=1e-4
+    ),
+    "mf-he-quiet-t0.001": _gaussian(
+        sb.MeanField, 0.001, estimator="flipout", scale_init=1e-3, scale_jitter=1e-4
+    ),
+    "mf-n1-flip-t0.01": _gaussian(
+        sb.MeanField, 0.01, sb.Normal(0.0, 1.0), estimator="flipout"
+    ),
     "emp-default": _patch("EMP"),
     "emp-decay": _patch("EMP", tau=None),
     "emp-decay-rows": _patch("EMP", tau=None, draws="example"),
     "emp-decay-rows-0.5": _patch("EMP", tau=None, draws="example", jitter=0.5),
     "emp-3-rows-0.2": _patch("EMP", components=3, draws="example", jitter=0.2),
     "emp-norm-rows": _patch("EMP", "norm", draws="example"),
-    "emp-norm-3-rows-0.2": _patch("EMP", "norm", components=3, draws="example", jitter=0.2),
+    "emp-norm-3-rows-0.2": _patch(
+        "EMP", "norm", components=3, draws="example", jitter=0.2
+    ),
     "emp-norm-2-rows-0.05": _patch("EMP", "norm", components=2, draws="example"),
     "emp-norm-3-rows-0.05": _patch("EMP", "norm", components=3, draws="example"),
     "emp-2-rows-0.2": _patch("EMP", components=2, draws="example", jitter=0.2),
@@ -161,7 +211,9 @@ CANDIDATES: dict[str, Candidate] = {
     "ecmp-decay-rows-0.5": _patch("ECMP", tau=None, draws="example", jitter=0.5),
     "ecmp-3-rows-0.2": _patch("ECMP", components=3, draws="example", jitter=0.2),
     "ecmp-norm-rows": _patch("ECMP", "norm", draws="example"),
-    "ecmp-norm-3-rows-0.2": _patch("ECMP", "norm", components=3, draws="example", jitter=0.2),
+    "ecmp-norm-3-rows-0.2": _patch(
+        "ECMP", "norm", components=3, draws="example", jitter=0.2
+    ),
     "ecmp-norm-2-rows-0.05": _patch("ECMP", "norm", components=2, draws="example"),
     "ecmp-norm-3-rows-0.05": _patch("ECMP", "norm", components=3, draws="example"),
     "ecmp-2-rows-0.2": _patch("ECMP", components=2, draws="example", jitter=0.2),

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 import slimbayes as sb
 from slimbayes.train.likelihoods import LikelihoodName
 
-CORRUPTIONS = ("gaussian_noise", "impulse_noise", "defocus_blur", "contrast", "elastic_transform", "pixelate")
+CORRUPTIONS = (
+    "gaussian_noise",
+    "impulse_noise",
+    "defocus_blur",
+    "contrast",
+    "elastic_transform",
+    "pixelate",
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,9 @@ class Reader(nn.Module):
 
     def __init__(self, inputs: int, units: int, vocabulary: int = 0) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, inputs) if vocabulary else nn.Identity()
+        self.embedding = (
+            nn.Embedding(vocabulary, inputs) if vocabulary else nn.Identity()
+        )
         self.lstm = nn.LSTM(inputs, units, batch_first=True)
         self.dense = nn.Linear(units, 1)
 
@@ -54,12 +63,20 @@ def mlp(inputs: int, outputs: int, norm: bool, width: int = 50) -> nn.Module:
     """Two hidden layers, with batch norm if asked for, started as torch starts them."""
     layers: list[nn.Module] = [nn.Flatten()]
     for size in (inputs, width):
-        layers += [nn.Linear(size, width), *([nn.BatchNorm1d(width)] if norm else []), nn.ReLU()]
+        layers += [
+            nn.Linear(size, width),
+            *([nn.BatchNorm1d(width)] if norm else []),
+            nn.ReLU(),
+        ]
     return nn.Sequential(*layers, nn.Linear(width, outputs))
 
 
-def _table(name: str, inputs: int, rows: tuple[int, int, int], epochs: int, norm: bool = False) -> Task:
-    return Task(name, "heteroscedastic_gaussian", lambda: mlp(inputs, 2, norm), rows, epochs)
+def _table(
+    name: str, inputs: int, rows: tuple[int, int, int], epochs: int, norm: bool = False
+) -> Task:
+    return Task(
+        name, "heteroscedastic_gaussian", lambda: mlp(inputs, 2, norm), rows, epochs
+    )
 
 
 TASKS = {
@@ -72,13 +89,42 @@ TASKS = {
         _table("power-plant", 4, (1500, 300, 1000), 25, norm=True),
         _table("wine-quality-red", 11, (1100, 250, 249), 35, norm=True),
         _table("yacht", 6, (216, 46, 46), 100),
-        Task("cancer", "categorical", lambda: mlp(30, 2, norm=True), (370, 100, 99), 50),
-        Task("digits", "categorical", lambda: sb.models.small_cnn(10, 1, 8), (1000, 300, 497), 25, 50),
         Task(
-            "demo", "categorical", lambda: sb.models.small_cnn(10, 1, 16), (1137, 300, 360), 30, 50, 0.01, 0.5, "digits"
+            "cancer", "categorical", lambda: mlp(30, 2, norm=True), (370, 100, 99), 50
         ),
-        Task("mnist2k", "categorical", lambda: mlp(784, 10, norm=False, width=64), (2000, 500, 1500), 15),
-        Task("cifar2k", "categorical", lambda: sb.models.small_cnn(10, 3, 8), (2000, 500, 1000), 8),
+        Task(
+            "digits",
+            "categorical",
+            lambda: sb.models.small_cnn(10, 1, 8),
+            (1000, 300, 497),
+            25,
+            50,
+        ),
+        Task(
+            "demo",
+            "categorical",
+            lambda: sb.models.small_cnn(10, 1, 16),
+            (1137, 300, 360),
+            30,
+            50,
+            0.01,
+            0.5,
+            "digits",
+        ),
+        Task(
+            "mnist2k",
+            "categorical",
+            lambda: mlp(784, 10, norm=False, width=64),
+            (2000, 500, 1500),
+            15,
+        ),
+        Task(
+            "cifar2k",
+            "categorical",
+            lambda: sb.models.small_cnn(10, 3, 8),
+            (2000, 500, 1000),
+            8,
+        ),
         Task("physionet", "bernoulli", lambda: Reader(41, 24), (1500, 500, 1000), 10),
         Task("imdb", "bernoulli", lambda: Reader(16, 16, 2000), (2000, 500, 1000), 8),
     )
@@ -97,17 +143,33 @@ class Rows:
 def load(task: Task, folder: Path, seed: int) -> dict[str, Rows]:
     """Training, validation and test rows of a seed; tables and targets that are real are standardised by training."""
     with np.load(folder / f"{task.file or task.name}.npz") as arrays:
-        x, y, shifted = (torch.from_numpy(arrays[name]) for name in ("x", "y", "shifted"))
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[: sum(task.rows)]
-    parts = dict(zip(("train", "validation", "test"), order.split(list(task.rows)), strict=True))
+        x, y, shifted = (
+            torch.from_numpy(arrays[name]) for name in ("x", "y", "shifted")
+        )
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[
+        : sum(task.rows)
+    ]
+    parts = dict(
+        zip(("train", "validation", "test"), order.split(list(task.rows)), strict=True)
+    )
     words = x.dtype in (torch.int16, torch.int64)
-    x, shifted = (t.long() if words else t.float() / (255 if t.dtype == torch.uint8 else 1) for t in (x, shifted))
+    x, shifted = (
+        t.long() if words else t.float() / (255 if t.dtype == torch.uint8 else 1)
+        for t in (x, shifted)
+    )
     if not words:
-        axes = tuple(a for a in range(x.dim()) if a != (1 if x.dim() == 2 else x.dim()))  # one scale for a picture
-        mean, std = x[parts["train"]].mean(axes), x[parts["train"]].std(axes).clamp_min(1e-3)
+        axes = tuple(
+            a for a in range(x.dim()) if a != (1 if x.dim() == 2 else x.dim())
+        )  # one scale for a picture
+        mean, std = (
+            x[parts["train"]].mean(axes),
+            x[parts["train"]].std(axes).clamp_min(1e-3),
+        )
         x, shifted = (x - mean) / std, (shifted - mean) / std
         if x.dim() == 2:  # a table: every feature is off by noise of half its spread
-            shifted = x + 0.5 * torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
+            shifted = x + 0.5 * torch.randn(
+                x.shape, generator=torch.Generator().manual_seed(seed)
+            )
     if task.likelihood == "heteroscedastic_gaussian":
         y = y.float()
         y = (y - y[parts["train"]].mean(0)) / y[parts["train"]].std(0)
@@ -135,10 +197,20 @@ def pack(folder: Path, root: Path | None) -> None:
         torch.tensor(cancer.target),
         torch.tensor(cancer.data).float(),
     )
-    _save_pictures(folder, "digits", torch.tensor(digits.images).float()[:, None] / 16, torch.tensor(digits.target))
+    _save_pictures(
+        folder,
+        "digits",
+        torch.tensor(digits.images).float()[:, None] / 16,
+        torch.tensor(digits.target),
+    )
     mnist = sb.data.load("mnist", root=root).train
     some = slice(0, sum(TASKS["mnist2k"].rows))
-    _save_pictures(folder, "mnist2k", mnist.x[some].float().view(-1, 1, 28, 28) / 255, mnist.y[some])
+    _save_pictures(
+        folder,
+        "mnist2k",
+        mnist.x[some].float().view(-1, 1, 28, 28) / 255,
+        mnist.y[some],
+    )
     cifar = sb.data.load("cifar10", root=root).train
     some = slice(0, sum(TASKS["cifar2k"].rows))
     small = nn.functional.avg_pool2d(cifar.x[some].float() / 255, 2)
@@ -148,7 +220,9 @@ def pack(folder: Path, root: Path | None) -> None:
 
 
 def save(folder: Path, name: str, x: Tensor, y: Tensor, shifted: Tensor) -> None:
-    np.savez_compressed(folder / f"{name}.npz", x=x.numpy(), y=y.numpy(), shifted=shifted.numpy())
+    np.savez_compressed(
+        folder / f"{name}.npz", x=x.numpy(), y=y.numpy(), shifted=shifted.numpy()
+    )
 
 
 def _save_pictures(folder: Path, name: str, x: Tensor, y: Tensor) -> None:
@@ -156,8 +230,14 @@ def _save_pictures(folder: Path, name: str, x: Tensor, y: Tensor) -> None:
     shifted = x.clone()
     for i, corruption in enumerate(CORRUPTIONS):
         generator = torch.Generator().manual_seed(i)
-        shifted[i :: len(CORRUPTIONS)] = sb.data.corrupt(x[i :: len(CORRUPTIONS)], corruption, 3, generator)
-    save(folder, name, *((255 * t).round().byte() if t is not y else t for t in (x, y, shifted)))
+        shifted[i :: len(CORRUPTIONS)] = sb.data.corrupt(
+            x[i :: len(CORRUPTIONS)], corruption, 3, generator
+        )
+    save(
+        folder,
+        name,
+        *((255 * t).round().byte() if t is not y else t for t in (x, y, shifted)),
+    )
 
 
 def _save_reviews(folder: Path, root: Path | None) -> None:
@@ -168,7 +248,9 @@ def _save_reviews(folder: Path, root: Path | None) -> None:
     x = data.x[some, -40:].long()
     x = torch.where(x < 2000, x, 2)
     other = torch.randint(3, 2000, x.shape, generator=generator)
-    shifted = torch.where((torch.rand(x.shape, generator=generator) < 0.33) & (x > 2), other, x)
+    shifted = torch.where(
+        (torch.rand(x.shape, generator=generator) < 0.33) & (x > 2), other, x
+    )
     save(folder, "imdb", x.short(), data.y[some], shifted.short())
 
 
@@ -179,13 +261,18 @@ def _save_stays(folder: Path, root: Path | None) -> None:
 
     from slimbayes.data.catalog import root_folder
 
-    with lzma.open(root_folder(root) / "physionet2012" / "challenge2012.npz.xz") as file:
+    with lzma.open(
+        root_folder(root) / "physionet2012" / "challenge2012.npz.xz"
+    ) as file:
         a: Any = np.load(io.BytesIO(file.read()))
     total = sum(TASKS["physionet"].rows)
     count = a["count"].astype(np.int64)
     param = np.repeat(np.arange(41), count.sum(1))
     record = np.concatenate([np.repeat(np.arange(count.shape[1]), c) for c in count])
-    value, window = a["value_table"][a["value_code"]].astype(float), np.minimum(a["time_min"] // 360, 7)
+    value, window = (
+        a["value_table"][a["value_code"]].astype(float),
+        np.minimum(a["time_min"] // 360, 7),
+    )
     known = (record < total) & (value >= 0)
     at = (record[known], window[known], param[known])
     sums, counts = np.zeros((total, 8, 41)), np.zeros((total, 8, 41))
@@ -195,7 +282,10 @@ def _save_stays(folder: Path, root: Path | None) -> None:
     values = np.where(seen, sums / np.maximum(counts, 1), np.nan)
     low, high = np.nanpercentile(values, [1, 99], axis=(0, 1))
     values = np.clip(values, low, high)
-    x = np.nan_to_num((values - np.nanmean(values, (0, 1))) / np.maximum(np.nanstd(values, (0, 1)), 1e-6))
+    x = np.nan_to_num(
+        (values - np.nanmean(values, (0, 1)))
+        / np.maximum(np.nanstd(values, (0, 1)), 1e-6)
+    )
     lost = np.random.default_rng(0).random((total, 1, 41)) < 0.5
     died = a["outcomes"][:total, 5]
     half = [torch.from_numpy(v.astype(np.float16)) for v in (x, np.where(lost, 0.0, x))]

@@ -33,7 +33,9 @@ def write_tables(folder: Path, rows: int, packed: bool) -> Path:
     first = datetime(2100, 1, 1)
     starts = [first + timedelta(hours=6 * i) for i in range(STAYS)]
     with (folder / "ADMISSIONS.csv").open("w") as stream:
-        stream.write("ROW_ID,SUBJECT_ID,HADM_ID,ADMITTIME,DISCHTIME,DEATHTIME,ADMISSION_TYPE,ADMISSION_LOCATION,")
+        stream.write(
+            "ROW_ID,SUBJECT_ID,HADM_ID,ADMITTIME,DISCHTIME,DEATHTIME,ADMISSION_TYPE,ADMISSION_LOCATION,"
+        )
         stream.write("HOSPITAL_EXPIRE_FLAG\n")
         stream.writelines(
             f"{i},{i},{100_000 + i},{s},{s + timedelta(days=5)},,EMERGENCY,CLINIC,{i % 9 == 0:d}\n"
@@ -41,15 +43,27 @@ def write_tables(folder: Path, rows: int, packed: bool) -> Path:
         )
     with (folder / "PATIENTS.csv").open("w") as stream:
         stream.write("ROW_ID,SUBJECT_ID,GENDER,DOB,DOD\n")
-        stream.writelines(f"{i},{i},{'FM'[i % 2]},2050-01-01 00:00:00,\n" for i in range(STAYS))
+        stream.writelines(
+            f"{i},{i},{'FM'[i % 2]},2050-01-01 00:00:00,\n" for i in range(STAYS)
+        )
     file = folder / f"LABEVENTS.csv{'.gz' if packed else ''}"
     draw = random.Random(0)
     with gzip.open(file, "wt", compresslevel=1) if packed else file.open("w") as stream:
-        stream.write("ROW_ID,SUBJECT_ID,HADM_ID,ITEMID,CHARTTIME,VALUE,VALUENUM,VALUEUOM,FLAG\n")
+        stream.write(
+            "ROW_ID,SUBJECT_ID,HADM_ID,ITEMID,CHARTTIME,VALUE,VALUENUM,VALUEUOM,FLAG\n"
+        )
         for row in range(rows):
-            stay, (item, unit) = int(draw.random() * STAYS), ITEMS[int(draw.random() ** 2 * len(ITEMS))]
-            value, at = round(draw.random() * 200, 1), starts[stay] + timedelta(minutes=int(draw.random() * 1440))
-            stream.write(f"{row},{stay},{100_000 + stay},{item},{at},{value},{value},{unit},\n")
+            stay, (item, unit) = (
+                int(draw.random() * STAYS),
+                ITEMS[int(draw.random() ** 2 * len(ITEMS))],
+            )
+            value, at = (
+                round(draw.random() * 200, 1),
+                starts[stay] + timedelta(minutes=int(draw.random() * 1440)),
+            )
+            stream.write(
+                f"{row},{stay},{100_000 + stay},{item},{at},{value},{value},{unit},\n"
+            )
     return file
 
 
@@ -78,11 +92,15 @@ def measure(folder: Path, way: str) -> dict[str, Any]:
 
 def in_a_process(folder: Path, way: str) -> dict[str, Any]:
     command = [sys.executable, __file__, "--measure", way, "--folder", str(folder)]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return json.loads(
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--gz", action="store_true", help="pack the large table")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
@@ -95,7 +113,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="slimbayes-events-") as place:
         file = write_tables(Path(place), arguments.rows, arguments.gz)
         size = file.stat().st_size
-        results = [in_a_process(Path(place), way) for way in reversed(WAYS)]  # the baseline removes the table
+        results = [
+            in_a_process(Path(place), way) for way in reversed(WAYS)
+        ]  # the baseline removes the table
     report = {
         "rows": arguments.rows,
         "packed": arguments.gz,

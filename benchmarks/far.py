@@ -30,10 +30,21 @@ REGRESSION = (
     "concrete", "energy", "wine-quality-red", "yacht", "bostonhousing", "kin8nm", "power-plant",
 )  # fmt: skip
 CLASSES = ("breast_cancer", "wine", "digits")
-FRESH = ("naval-propulsion-plant", "protein-tertiary-structure", "diabetes", "iris")  # looked at in no choice of a rule
+FRESH = (
+    "naval-propulsion-plant",
+    "protein-tertiary-structure",
+    "diabetes",
+    "iris",
+)  # looked at in no choice of a rule
 REAL = (*REGRESSION, *FRESH[:3])
 SEEDS, EPOCHS, MOST = 5, 40, 1000
-BOUNDS = ((1e-4, 0.3), (0.03, 0.3), (0.1, 0.3), (0.03, 1.0), (0.1, 1.0))  # least noise, and a softplus of one
+BOUNDS = (
+    (1e-4, 0.3),
+    (0.03, 0.3),
+    (0.1, 0.3),
+    (0.03, 1.0),
+    (0.1, 1.0),
+)  # least noise, and a softplus of one
 METHODS: dict[str, Callable[[], Any]] = {
     "plain": sb.Deterministic,
     "rank-1 Normal": lambda: sb.Rank1(members=4, mean_init=sb.Normal(1.0, 0.5)),
@@ -44,7 +55,9 @@ def table(name: str, data: Path) -> tuple[np.ndarray, np.ndarray]:
     """Features (n, P) and targets (n,) of a set."""
     if (data / f"{name}.npz").is_file():
         found = np.load(data / f"{name}.npz")
-        return found["X"].astype(np.float64), found["y"].reshape(len(found["y"]), -1)[:, 0].astype(np.float64)
+        return found["X"].astype(np.float64), found["y"].reshape(len(found["y"]), -1)[
+            :, 0
+        ].astype(np.float64)
     from sklearn import datasets
 
     bunch = getattr(datasets, f"load_{name}")()
@@ -57,18 +70,26 @@ def split(name: str, data: Path, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
     random = np.random.RandomState(seed)
     few = random.permutation(len(x))[:MOST]
     x, y = x[few], y[few]
-    feature = random.choice([j for j in range(x.shape[1]) if len(np.unique(x[:, j])) >= 5])
+    feature = random.choice(
+        [j for j in range(x.shape[1]) if len(np.unique(x[:, j])) >= 5]
+    )
     away = x[:, feature] > np.quantile(x[:, feature], 0.8)
     if away.sum() < 10:
         away = x[:, feature] <= np.quantile(x[:, feature], 0.2)
     near = random.permutation(np.flatnonzero(~away))
     cuts = int(0.7 * len(near)), int(0.85 * len(near))
-    parts = dict(zip(("train", "validation", "test"), np.split(near, cuts)), far=np.flatnonzero(away))
+    parts = dict(
+        zip(("train", "validation", "test"), np.split(near, cuts)),
+        far=np.flatnonzero(away),
+    )
     x = scaled(x, x[parts["train"]])
     if name in REAL:
         y = scaled(y, y[parts["train"]])
     kind = torch.float32 if name in REAL else torch.long
-    return {k: (torch.tensor(x[i], dtype=torch.float32), torch.tensor(y[i], dtype=kind)) for k, i in parts.items()}
+    return {
+        k: (torch.tensor(x[i], dtype=torch.float32), torch.tensor(y[i], dtype=kind))
+        for k, i in parts.items()
+    }
 
 
 def scaled(values: np.ndarray, by: np.ndarray) -> np.ndarray:
@@ -87,10 +108,18 @@ def others(name: str, data: Path, width: int) -> Tensor:
     return torch.tensor(np.concatenate(rows), dtype=torch.float32)
 
 
-def train(config: Any, rows: tuple[Tensor, Tensor], outputs: int, seed: int, likelihood: str) -> nn.Module:
+def train(
+    config: Any, rows: tuple[Tensor, Tensor], outputs: int, seed: int, likelihood: str
+) -> nn.Module:
     x, y = rows
     torch.manual_seed(seed)
-    body = [nn.Linear(x.shape[1], 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, outputs)]
+    body = [
+        nn.Linear(x.shape[1], 64),
+        nn.ReLU(),
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, outputs),
+    ]
     net: nn.Module = nn.Sequential(*body)
     bayes = not isinstance(config, sb.Deterministic)
     net = sb.bayesianize(net, config) if bayes else net
@@ -99,7 +128,9 @@ def train(config: Any, rows: tuple[Tensor, Tensor], outputs: int, seed: int, lik
     for _ in range(EPOCHS):
         for i in torch.randperm(len(x)).split(64):
             drawn = sb.sample(net, x[i]) if bayes else net(x[i])[None]
-            loss = nll.nll(drawn, y[i], "average") + (sb.kl(net) / len(x) if bayes else 0.0)
+            loss = nll.nll(drawn, y[i], "average") + (
+                sb.kl(net) / len(x) if bayes else 0.0
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -108,21 +139,41 @@ def train(config: Any, rows: tuple[Tensor, Tensor], outputs: int, seed: int, lik
 
 def auroc(near: Tensor, away: Tensor) -> float:
     metric = sb.metrics.AUROC()
-    metric.update(torch.cat([near, away]), torch.cat([torch.zeros(len(near)), torch.ones(len(away))]).long())
+    metric.update(
+        torch.cat([near, away]),
+        torch.cat([torch.zeros(len(near)), torch.ones(len(away))]).long(),
+    )
     return float(metric.compute())
 
 
-def scores(net: nn.Module, parts: dict[str, Any], other: Tensor, likelihood: str, near: Any) -> dict[str, float]:
+def scores(
+    net: nn.Module, parts: dict[str, Any], other: Tensor, likelihood: str, near: Any
+) -> dict[str, float]:
     """NLL of test and far rows; AUROC of far and of other rows against test rows, by distance or by uncertainty."""
     x = {**{name: rows[0] for name, rows in parts.items()}, "other": other}
     names = ("test", "far", "other")
-    pred = {n: sb.predict(net, x[n], draws=8, likelihood=likelihood, scale=1.0, seed=0, far=near) for n in names}
-    score = {name: p.total if p.distance is None else p.distance for name, p in pred.items()}
-    found = {f"{n}_nll": float(-pred[n].log_prob(parts[n][1]).mean()) for n in ("test", "far")}
-    return {**found, **{f"{n}_auroc": auroc(score["test"], score[n]) for n in ("far", "other")}}
+    pred = {
+        n: sb.predict(
+            net, x[n], draws=8, likelihood=likelihood, scale=1.0, seed=0, far=near
+        )
+        for n in names
+    }
+    score = {
+        name: p.total if p.distance is None else p.distance for name, p in pred.items()
+    }
+    found = {
+        f"{n}_nll": float(-pred[n].log_prob(parts[n][1]).mean())
+        for n in ("test", "far")
+    }
+    return {
+        **found,
+        **{f"{n}_auroc": auroc(score["test"], score[n]) for n in ("far", "other")},
+    }
 
 
-def compare(name: str, seed: int, data: Path, parts: dict[str, Any], methods: Sequence[str]) -> list[dict[str, Any]]:
+def compare(
+    name: str, seed: int, data: Path, parts: dict[str, Any], methods: Sequence[str]
+) -> list[dict[str, Any]]:
     """Scores of each method on one split, with and without distances."""
     likelihood = "heteroscedastic_gaussian" if name in REAL else "categorical"
     outputs = 2 if name in REAL else int(table(name, data)[1].max()) + 1
@@ -131,7 +182,12 @@ def compare(name: str, seed: int, data: Path, parts: dict[str, Any], methods: Se
         net = train(METHODS[method](), parts["train"], outputs, seed, likelihood)
         near = sb.far(net, [parts["train"]], likelihood)
         for which in (None, near):
-            cell = {"set": name, "seed": seed, "method": method, "far": which is not None}
+            cell = {
+                "set": name,
+                "seed": seed,
+                "method": method,
+                "far": which is not None,
+            }
             rows.append({**cell, **scores(net, parts, other, likelihood, which)})
     return rows
 
@@ -157,22 +213,40 @@ def run(data: Path, out: Path) -> None:
             for floor, unit in BOUNDS if name in REGRESSION else ():
                 floors.append(with_noise(floor, unit, name, parts, seed))
         print(f"{name} {time.time() - began:.0f} s", file=sys.stderr, flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    versions = {"torch": torch.__version__, "seeds": SEEDS, "epochs": EPOCHS, "rows": MOST}
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    versions = {
+        "torch": torch.__version__,
+        "seeds": SEEDS,
+        "epochs": EPOCHS,
+        "rows": MOST,
+    }
     versions |= {"commit": commit.stdout.strip()}
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"about": versions, "rows": rows, "floors": floors}, indent=0) + "\n")
+    out.write_text(
+        json.dumps({"about": versions, "rows": rows, "floors": floors}, indent=0) + "\n"
+    )
 
 
-def with_noise(floor: float, unit: float, name: str, parts: dict[str, Any], seed: int) -> dict[str, Any]:
+def with_noise(
+    floor: float, unit: float, name: str, parts: dict[str, Any], seed: int
+) -> dict[str, Any]:
     """NLL of validation and far rows of a plain network whose noise has another floor and unit."""
     before = heteroscedastic.LEAST_NOISE, heteroscedastic.UNIT_NOISE
     heteroscedastic.LEAST_NOISE, heteroscedastic.UNIT_NOISE = floor, unit
     try:
-        net = train(sb.Deterministic(), parts["train"], 2, seed, "heteroscedastic_gaussian")
+        net = train(
+            sb.Deterministic(), parts["train"], 2, seed, "heteroscedastic_gaussian"
+        )
         cell: dict[str, Any] = {"set": name, "seed": seed, "floor": floor, "unit": unit}
         for part in ("validation", "far"):
-            pred = sb.predict(net, parts[part][0], likelihood="heteroscedastic_gaussian", scale=1.0)
+            pred = sb.predict(
+                net, parts[part][0], likelihood="heteroscedastic_gaussian", scale=1.0
+            )
             cell[part] = float(-pred.log_prob(parts[part][1]).mean())
         return cell
     finally:
@@ -184,12 +258,17 @@ def page(found: dict[str, Any]) -> str:
     text = (Path(__file__).parent / "far_page.md").read_text()
     tables = {"main": main_table(found["rows"]), "fresh": main_table(found["fresh"])}
     longer = json.loads((ROOT / "results" / "defaults" / "noise.json").read_text())
-    tables |= {"floors": floor_table(found["floors"]), "longer": longer_table(longer["cells"])}
+    tables |= {
+        "floors": floor_table(found["floors"]),
+        "longer": longer_table(longer["cells"]),
+    }
     return text.format(**tables, command=longer["about"]["command"], **found["about"])
 
 
 def mean(cells: list[dict[str, Any]], field: str, **where: Any) -> float:
-    return float(np.mean([c[field] for c in cells if all(c[k] == v for k, v in where.items())]))
+    return float(
+        np.mean([c[field] for c in cells if all(c[k] == v for k, v in where.items())])
+    )
 
 
 def shown(value: float) -> str:
@@ -206,7 +285,10 @@ def main_table(rows: list[dict[str, Any]]) -> str:
         for method, near in methods:
             of = {"set": name, "method": method, "far": near}
             nll = [shown(mean(rows, f, **of)) for f in ("test_nll", "far_nll")]
-            found = [f"{mean(rows, f, **of):.2f}".lstrip("0") for f in ("far_auroc", "other_auroc")]
+            found = [
+                f"{mean(rows, f, **of):.2f}".lstrip("0")
+                for f in ("far_auroc", "other_auroc")
+            ]
             cells.append(" / ".join(nll) + "; " + " / ".join(found))
         lines.append([name, *cells])
     return "\n".join(markdown(lines))
@@ -214,25 +296,43 @@ def main_table(rows: list[dict[str, Any]]) -> str:
 
 def floor_table(cells: list[dict[str, Any]]) -> str:
     sets = list(dict.fromkeys(c["set"] for c in cells))
-    bounds = [{"floor": floor, "unit": unit} for floor, unit in dict.fromkeys((c["floor"], c["unit"]) for c in cells)]
+    bounds = [
+        {"floor": floor, "unit": unit}
+        for floor, unit in dict.fromkeys((c["floor"], c["unit"]) for c in cells)
+    ]
     lines = [["set", *(f"floor {b['floor']:g}, unit {b['unit']:g}" for b in bounds)]]
     for name in sets:
-        pairs = [[mean(cells, part, set=name, **b) for part in ("validation", "far")] for b in bounds]
+        pairs = [
+            [mean(cells, part, set=name, **b) for part in ("validation", "far")]
+            for b in bounds
+        ]
         lines.append([name, *(" / ".join(map(shown, pair)) for pair in pairs)])
-    lines.append(["mean, validation", *(shown(mean(cells, "validation", **b)) for b in bounds)])
+    lines.append(
+        ["mean, validation", *(shown(mean(cells, "validation", **b)) for b in bounds)]
+    )
     return "\n".join(markdown(lines))
 
 
 def longer_table(cells: list[dict[str, Any]]) -> str:
     """Means over the regression tasks of benchmarks/defaults.py, for each rule, method and start."""
-    rules = [{"floor": f, "unit": u} for f, u in dict.fromkeys((c["floor"], c["unit"]) for c in cells)]
+    rules = [
+        {"floor": f, "unit": u}
+        for f, u in dict.fromkeys((c["floor"], c["unit"]) for c in cells)
+    ]
     lines = [["method", *(f"floor {r['floor']:g}, unit {r['unit']:g}" for r in rules)]]
-    names = {"plain": "plain", "r1n-0.2": "rank-1 Normal", "mf-he-flip-t0.01": "mean-field"}
+    names = {
+        "plain": "plain",
+        "r1n-0.2": "rank-1 Normal",
+        "mf-he-flip-t0.01": "mean-field",
+    }
     for candidate, method in names.items():
         for start, words in (("scratch", "from scratch"), ("trained", "trained on")):
             of = {"candidate": candidate, "start": start}
             pairs = [
-                [shown(mean(cells, f"validation_{what}", **of, **rule)) for what in ("nll", "shifted_nll")]
+                [
+                    shown(mean(cells, f"validation_{what}", **of, **rule))
+                    for what in ("nll", "shifted_nll")
+                ]
                 for rule in rules
             ]
             lines.append([f"{method}, {words}", *map(" / ".join, pairs)])

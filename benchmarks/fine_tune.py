@@ -67,7 +67,9 @@ from slimbayes.metrics import AUROC, calibration
 Predict = Callable[[Tensor], sb.Prediction]
 MEMBERS, DRAWS, TEMPERATURE = 4, 64, 0.1
 WIDTHS = 0.1  # learning rate of posteriors' widths
-DROPPED = "conv2|fc|dense|o_proj|down_proj|score"  # layers whose inputs MC dropout drops
+DROPPED = (
+    "conv2|fc|dense|o_proj|down_proj|score"  # layers whose inputs MC dropout drops
+)
 NORMS = r".*norm\d?|.*\.bn\d|.*\.downsample\.1"
 LAST = {"over": "weights", "layers": "last"}
 SETTINGS: dict[str, list[Any]] = {
@@ -91,7 +93,11 @@ def size(tensors: Iterable[Tensor]) -> int:
 
 def saved_size(net: nn.Module) -> int:
     with tempfile.TemporaryDirectory() as folder:
-        return sum(file.stat().st_size for file in sb.save(net, f"{folder}/adapter").rglob("*") if file.is_file())
+        return sum(
+            file.stat().st_size
+            for file in sb.save(net, f"{folder}/adapter").rglob("*")
+            if file.is_file()
+        )
 
 
 def nll_of(predict: Predict, rows: Rows) -> float:
@@ -111,7 +117,9 @@ def scores(predict: Predict, material: Material) -> dict[str, float]:
         "predict_seconds": seconds,
     }
     shifted = {name: (predict(x), y) for name, (x, y) in material.shifted.items()}
-    nlls = {f"nll {name}": -float(p.log_prob(y).mean()) for name, (p, y) in shifted.items()}
+    nlls = {
+        f"nll {name}": -float(p.log_prob(y).mean()) for name, (p, y) in shifted.items()
+    }
     eces = [calibration(p, y).ece for p, y in shifted.values()]
     other = predict(material.other)
     metric = AUROC()
@@ -139,12 +147,26 @@ class Cells(cells.Cells):
 
     def has(self, task: str, method: str, seed: int, choice: int | None = None) -> bool:
         wanted = (task, method, seed, choice)
-        return any((c["task"], c["method"], c["seed"], c.get("choice")) == wanted for c in self.lines)
+        return any(
+            (c["task"], c["method"], c["seed"], c.get("choice")) == wanted
+            for c in self.lines
+        )
 
     def best(self, task: str, method: str) -> int:
         """The setting of lowest NLL on validation rows; NaN never wins; without any try it is the first."""
-        tries = [c for c in self.lines if (c["task"], c["method"], c["seed"]) == (task, method, -1)]
-        found = min(tries, key=lambda c: (c["metrics"]["nll"] != c["metrics"]["nll"], c["metrics"]["nll"]), default={})
+        tries = [
+            c
+            for c in self.lines
+            if (c["task"], c["method"], c["seed"]) == (task, method, -1)
+        ]
+        found = min(
+            tries,
+            key=lambda c: (
+                c["metrics"]["nll"] != c["metrics"]["nll"],
+                c["metrics"]["nll"],
+            ),
+            default={},
+        )
         return int(found.get("choice", 0))
 
 
@@ -161,10 +183,14 @@ def train(net: nn.Module, rows: Rows, task: Task, rate: float, seed: int) -> Non
     if bayes:
         groups = sb.param_groups(net, 1e-2, rate, scale_lr_multiplier=WIDTHS / rate)
     else:
-        groups = [{"params": [p for p in net.parameters() if p.requires_grad], "lr": rate}]
+        groups = [
+            {"params": [p for p in net.parameters() if p.requires_grad], "lr": rate}
+        ]
     optimizer = torch.optim.AdamW(groups, rate, weight_decay=1e-2)
     rates = [group["lr"] for group in groups]
-    plan = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, task.steps + 1, pct_start=0.1)
+    plan = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rates, task.steps + 1, pct_start=0.1
+    )
     net.train()
     for step, index in enumerate(batches(len(rows[0]), task.batch, task.steps, seed)):
         with torch.autocast(DEVICE, torch.bfloat16):
@@ -203,7 +229,9 @@ class Bench:
         return net, size(net.state_dict().values())
 
     def dropout(self, seed: int, setting: tuple[float, float]) -> tuple[Predict, int]:
-        net = sb.bayesianize(self.net(10 * seed), sb.MCDropout(rate=setting[1]), include=DROPPED)
+        net = sb.bayesianize(
+            self.net(10 * seed), sb.MCDropout(rate=setting[1]), include=DROPPED
+        )
         train(net, self.rows(seed), self.task, setting[0], 10 * seed)
         return partial(predicted, net, draws=16), size(net.state_dict().values())
 
@@ -211,53 +239,106 @@ class Bench:
         """Rank-1 factors of all layers; norms train, too, as they do beside adapters."""
         rate, prior = setting
         head = rf"{self.head}|{NORMS}"
-        net = sb.bayesianize(self.net(10 * seed), factors(prior), train="posterior+head", head=head)
-        train(net, self.rows(seed), replace(self.task, batch=2 * self.task.batch), rate, 10 * seed)
+        net = sb.bayesianize(
+            self.net(10 * seed), factors(prior), train="posterior+head", head=head
+        )
+        train(
+            net,
+            self.rows(seed),
+            replace(self.task, batch=2 * self.task.batch),
+            rate,
+            10 * seed,
+        )
         return partial(predicted, net, draws=4), saved_size(net)
 
-    def lora(self, seed: int, rate: float, members: int = MEMBERS) -> tuple[Predict, int]:
+    def lora(
+        self, seed: int, rate: float, members: int = MEMBERS
+    ) -> tuple[Predict, int]:
         nets, kept = [], 0
         for member in range(members):
             net = with_adapters(self.net(10 * seed + member), self.head)
             train(net, self.rows(seed), self.task, rate, 10 * seed + member)
-            kept += size([p for p in net.parameters() if p.requires_grad]) + size(net.buffers())
+            kept += size([p for p in net.parameters() if p.requires_grad]) + size(
+                net.buffers()
+            )
             nets.append(net)
         return partial(predicted, sb.ensemble(nets)), kept
 
     def way(self, method: str) -> Callable[[int, Any], tuple[Predict, int]]:
-        return {"MC dropout": self.dropout, "rank-1 fine-tuned": self.rank1, "LoRA ensemble": self.lora}[method]
+        return {
+            "MC dropout": self.dropout,
+            "rank-1 fine-tuned": self.rank1,
+            "LoRA ensemble": self.lora,
+        }[method]
 
-    def fitted(self, net: nn.Module, seed: int, method: str, setting: Any) -> tuple[Predict, int]:
+    def fitted(
+        self, net: nn.Module, seed: int, method: str, setting: Any
+    ) -> tuple[Predict, int]:
         """A posterior around a plain network: by one pass over the labels as they are, or half as many steps again."""
         own, (x, y) = copy.deepcopy(net), self.rows(seed)
         if method == "rank-1 after plain":
             sb.bayesianize(own, factors(setting), train="posterior")
-            task = replace(self.task, steps=self.task.steps // 2, batch=2 * self.task.batch)
+            task = replace(
+                self.task, steps=self.task.steps // 2, batch=2 * self.task.batch
+            )
             train(own, (x, y), task, 1e-3, 10 * seed)
-            return partial(predicted, own, draws=4), size(net.state_dict().values()) + saved_size(own)
+            return partial(predicted, own, draws=4), size(
+                net.state_dict().values()
+            ) + saved_size(own)
         last = method == "last-layer Laplace"
-        prior = setting if isinstance(setting, str) else sb.Normal(0.0 if last else 1.0, setting)
+        prior = (
+            setting
+            if isinstance(setting, str)
+            else sb.Normal(0.0 if last else 1.0, setting)
+        )
         data = list(zip(x.split(250), y.split(250), strict=True))
         sb.laplace(own, data, prior=prior, **(LAST if last else {}))
-        return partial(linearised, own), size(net.state_dict().values()) + saved_size(own)
+        return partial(linearised, own), size(net.state_dict().values()) + saved_size(
+            own
+        )
 
 
 def factors(prior: float) -> sb.Rank1:
     """Members that begin near the base."""
-    return sb.Rank1(members=MEMBERS, prior=sb.Normal(1.0, prior), mean_init=sb.Normal(1.0, 0.01), scale_init=0.01)
+    return sb.Rank1(
+        members=MEMBERS,
+        prior=sb.Normal(1.0, prior),
+        mean_init=sb.Normal(1.0, 0.01),
+        scale_init=0.01,
+    )
 
 
 def predicted(net: nn.Module, x: Tensor, draws: int = 1) -> sb.Prediction:
-    parts = [sb.predict(net, part, draws, keep_samples=False, seed=0) for part in x.split(1000)]
+    parts = [
+        sb.predict(net, part, draws, keep_samples=False, seed=0)
+        for part in x.split(1000)
+    ]
     return sb.Prediction.joined(parts)
 
 
 def linearised(net: nn.Module, x: Tensor) -> sb.Prediction:
-    return sb.Prediction.joined([sb.predict_linearised(net, part, draws=DRAWS, seed=0) for part in x.split(500)])
+    return sb.Prediction.joined(
+        [sb.predict_linearised(net, part, draws=DRAWS, seed=0) for part in x.split(500)]
+    )
 
 
-def cell(task: str, method: str, seed: int, metrics: dict[str, float], seconds: float, kept: int, **more: Any) -> Any:
-    return {"task": task, "method": method, "seed": seed, "metrics": metrics, "seconds": seconds, "bytes": kept} | more
+def cell(
+    task: str,
+    method: str,
+    seed: int,
+    metrics: dict[str, float],
+    seconds: float,
+    kept: int,
+    **more: Any,
+) -> Any:
+    return {
+        "task": task,
+        "method": method,
+        "seed": seed,
+        "metrics": metrics,
+        "seconds": seconds,
+        "bytes": kept,
+    } | more
 
 
 def deterministic(net: nn.Module) -> Predict:
@@ -266,14 +347,30 @@ def deterministic(net: nn.Module) -> Predict:
 
 def tried(task: str, method: str, work: Path, scale: Scale, choice: int) -> list[Any]:
     """One setting of a method that trains, on validation rows."""
-    bench, setting, began = Bench(TASKS[task], work, scale), SETTINGS[method][choice], clock()
+    bench, setting, began = (
+        Bench(TASKS[task], work, scale),
+        SETTINGS[method][choice],
+        clock(),
+    )
     if method == "plain":
         net, kept = bench.plain(99, setting)
         predict = deterministic(net)
     else:
-        predict, kept = bench.lora(99, setting, 2) if method == "LoRA ensemble" else bench.way(method)(99, setting)
+        predict, kept = (
+            bench.lora(99, setting, 2)
+            if method == "LoRA ensemble"
+            else bench.way(method)(99, setting)
+        )
     return [
-        cell(task, method, -1, {"nll": nll_of(predict, bench.material.valid)}, clock() - began, kept, choice=choice)
+        cell(
+            task,
+            method,
+            -1,
+            {"nll": nll_of(predict, bench.material.valid)},
+            clock() - began,
+            kept,
+            choice=choice,
+        )
     ]
 
 
@@ -287,32 +384,76 @@ def tried_fits(task: str, work: Path, scale: Scale, rate: float) -> list[Any]:
             began = clock()
             predict, kept = bench.fitted(net, 99, method, setting)
             metrics = {"nll": nll_of(predict, bench.material.valid)}
-            found.append(cell(task, method, -1, metrics, clock() - began, kept, choice=choice))
+            found.append(
+                cell(task, method, -1, metrics, clock() - began, kept, choice=choice)
+            )
     return found
 
 
-def judged(task: str, method: str, work: Path, scale: Scale, seed: int, setting: Any) -> list[Any]:
+def judged(
+    task: str, method: str, work: Path, scale: Scale, seed: int, setting: Any
+) -> list[Any]:
     """A method that trains on its own, on the labels of one seed and on test rows."""
     bench, began = Bench(TASKS[task], work, scale), clock()
     predict, kept = bench.way(method)(seed, setting)
     seconds = clock() - began
-    return [cell(task, method, seed, scores(predict, bench.material), seconds, kept, setting=repr(setting))]
+    return [
+        cell(
+            task,
+            method,
+            seed,
+            scores(predict, bench.material),
+            seconds,
+            kept,
+            setting=repr(setting),
+        )
+    ]
 
 
-def judged_plain(task: str, work: Path, scale: Scale, seed: int, setting: dict[str, Any]) -> list[Any]:
+def judged_plain(
+    task: str, work: Path, scale: Scale, seed: int, setting: dict[str, Any]
+) -> list[Any]:
     """The plain network, what is fitted around it, and the ensemble of which it is the first."""
     bench, found, began = Bench(TASKS[task], work, scale), [], clock()
     net, kept = bench.plain(seed, setting["plain"])
     plain_seconds = clock() - began
-    found.append(cell(task, "plain", seed, scores(deterministic(net), bench.material), plain_seconds, kept))
+    found.append(
+        cell(
+            task,
+            "plain",
+            seed,
+            scores(deterministic(net), bench.material),
+            plain_seconds,
+            kept,
+        )
+    )
     for method in FITTED:
         began = clock()
         predict, own = bench.fitted(net, seed, method, setting[method])
         passed = clock() - began
-        metrics = scores(predict, bench.material) | {"pass_seconds": passed, "pass_bytes": own - kept}
-        found.append(cell(task, method, seed, metrics, plain_seconds + passed, own, setting=repr(setting[method])))
+        metrics = scores(predict, bench.material) | {
+            "pass_seconds": passed,
+            "pass_bytes": own - kept,
+        }
+        found.append(
+            cell(
+                task,
+                method,
+                seed,
+                metrics,
+                plain_seconds + passed,
+                own,
+                setting=repr(setting[method]),
+            )
+        )
     began = clock()
-    nets = [net, *(bench.plain(seed, setting["plain"], member)[0] for member in range(1, MEMBERS))]
+    nets = [
+        net,
+        *(
+            bench.plain(seed, setting["plain"], member)[0]
+            for member in range(1, MEMBERS)
+        ),
+    ]
     seconds = plain_seconds + clock() - began
     metrics = scores(partial(predicted, sb.ensemble(nets)), bench.material)
     found.append(cell(task, "deep ensemble", seed, metrics, seconds, MEMBERS * kept))
@@ -325,11 +466,15 @@ def begin() -> None:
     torch.backends.cudnn.benchmark = True
 
 
-def judgements(kept: Cells, tasks: list[str], seeds: int, work: Path, scale: Scale) -> list[tuple[Any, ...]]:
+def judgements(
+    kept: Cells, tasks: list[str], seeds: int, work: Path, scale: Scale
+) -> list[tuple[Any, ...]]:
     """What is left to run on test rows, seed by seed."""
     jobs: list[tuple[Any, ...]] = []
     for seed, task in product(range(seeds), tasks):
-        chosen = {method: SETTINGS[method][kept.best(task, method)] for method in SETTINGS}
+        chosen = {
+            method: SETTINGS[method][kept.best(task, method)] for method in SETTINGS
+        }
         if not kept.has(task, "deep ensemble", seed):
             jobs.append((judged_plain, task, work, scale, seed, chosen))
         own = [m for m in TRAINED[1:] if not kept.has(task, m, seed)]
@@ -338,18 +483,33 @@ def judgements(kept: Cells, tasks: list[str], seeds: int, work: Path, scale: Sca
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("data", "work", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--limit-seconds", type=float, default=600.0)
-    parser.add_argument("--only", default="", help="tasks whose names this regular expression finds")
+    parser.add_argument(
+        "--only", default="", help="tasks whose names this regular expression finds"
+    )
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--smoke", action="store_true", help="a trial of the code: tiny networks, few steps")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="a trial of the code: tiny networks, few steps",
+    )
     args = parser.parse_args()
-    scale, until, work = SMOKE if args.smoke else FULL, time.monotonic() + args.limit_seconds, args.work
+    scale, until, work = (
+        SMOKE if args.smoke else FULL,
+        time.monotonic() + args.limit_seconds,
+        args.work,
+    )
     work.mkdir(parents=True, exist_ok=True)
-    kept, tasks = Cells(args.out), [task for task in TASKS if re.search(args.only, task)]
+    kept, tasks = (
+        Cells(args.out),
+        [task for task in TASKS if re.search(args.only, task)],
+    )
     bases = list(dict.fromkeys(TASKS[task].base for task in tasks))
     kinds = {"text" if base == "llama" else "images" for base in bases}
     began = time.monotonic()
@@ -358,18 +518,48 @@ def main() -> None:
         print(f"{time.monotonic() - began:6.1f} s  {what}", flush=True)
 
     with Workers(args.workers, begin) as pool:
-        run_all(pool, [(prepare, kind, args.data, work, scale) for kind in sorted(kinds)], kept.add, until)
+        run_all(
+            pool,
+            [(prepare, kind, args.data, work, scale) for kind in sorted(kinds)],
+            kept.add,
+            until,
+        )
         say("data")
-        run_all(pool, [(train_base, b, work, scale) for b in bases if not (work / f"{b}.pt").exists()], kept.add, until)
+        run_all(
+            pool,
+            [
+                (train_base, b, work, scale)
+                for b in bases
+                if not (work / f"{b}.pt").exists()
+            ],
+            kept.add,
+            until,
+        )
         say("bases")
-        tries = [(tried, t, m, work, scale, i) for t in tasks for m in TRAINED for i in range(len(SETTINGS[m]))]
-        run_all(pool, [job for job in tries if not kept.has(job[1], job[2], -1, job[5])], kept.add, until)
+        tries = [
+            (tried, t, m, work, scale, i)
+            for t in tasks
+            for m in TRAINED
+            for i in range(len(SETTINGS[m]))
+        ]
+        run_all(
+            pool,
+            [job for job in tries if not kept.has(job[1], job[2], -1, job[5])],
+            kept.add,
+            until,
+        )
         say("settings")
         rates = {task: SETTINGS["plain"][kept.best(task, "plain")] for task in tasks}
-        fits = [(tried_fits, t, work, scale, rates[t]) for t in tasks if not kept.has(t, FITTED[-1], -1, 1)]
+        fits = [
+            (tried_fits, t, work, scale, rates[t])
+            for t in tasks
+            if not kept.has(t, FITTED[-1], -1, 1)
+        ]
         run_all(pool, fits, kept.add, until)
         say("priors")
-        done = run_all(pool, judgements(kept, tasks, args.seeds, work, scale), kept.add, until)
+        done = run_all(
+            pool, judgements(kept, tasks, args.seeds, work, scale), kept.add, until
+        )
         say("all cells are there" if done else "STOPPED: call again to go on")
 
 

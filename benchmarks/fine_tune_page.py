@@ -18,8 +18,20 @@ from cells import table as markdown
 
 MARKS = ("<!-- fine-tuning -->\n", "<!-- end of fine-tuning -->\n")
 OURS = ("rank-1 fine-tuned", "rank-1 after plain", "rank-1 Laplace")
-METHODS = ("plain", *OURS, "last-layer Laplace", "MC dropout", "LoRA ensemble", "deep ensemble")
-SCORES = {"nll": "NLL", "shifted_nll": "NLL, shifted", "ece": "ECE", "auroc": "OOD AUROC"}
+METHODS = (
+    "plain",
+    *OURS,
+    "last-layer Laplace",
+    "MC dropout",
+    "LoRA ensemble",
+    "deep ensemble",
+)
+SCORES = {
+    "nll": "NLL",
+    "shifted_nll": "NLL, shifted",
+    "ece": "ECE",
+    "auroc": "OOD AUROC",
+}
 Value = Callable[[dict[str, Any]], float]
 Cells = dict[tuple[str, str], dict[int, dict[str, Any]]]
 
@@ -36,7 +48,10 @@ def read(lines: Sequence[str]) -> Cells:
 def page(text: str, lines: Sequence[str]) -> str:
     """The page's text with tables of these lines between its marks."""
     cells = read(lines)
-    parts = [table(cells, title, score(name), name == "auroc") for name, title in SCORES.items()]
+    parts = [
+        table(cells, title, score(name), name == "auroc")
+        for name, title in SCORES.items()
+    ]
     parts.append(table(cells, "seconds", lambda cell: float(cell["seconds"])))
     parts.append(table(cells, "MB kept", lambda cell: cell["bytes"] / 1e6))
     return between(text, MARKS, "\n".join([verdict(cells), *parts]))
@@ -72,7 +87,9 @@ def table(cells: Cells, title: str, of: Value, most: bool = False) -> str:
     methods = [method for method in METHODS if any(method == own for _, own in cells)]
     rows = [[title, *methods]]
     for task in tasks_of(cells):
-        found = {method: list(values(cells, task, method, of).values()) for method in methods}
+        found = {
+            method: list(values(cells, task, method, of).values()) for method in methods
+        }
         means = {method: mean(of) for method, of in found.items() if of}
         if not means:
             continue
@@ -86,7 +103,13 @@ def entry(found: Sequence[float], best: bool) -> str:
         return "-"
     shown = f"**{number(mean(found))}**" if best else number(mean(found))
     error = stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
-    return f"{shown} ± {error:.0f}" if error >= 1 else f"{shown} ± {error:.1g}" if error else shown
+    return (
+        f"{shown} ± {error:.0f}"
+        if error >= 1
+        else f"{shown} ± {error:.1g}"
+        if error
+        else shown
+    )
 
 
 def number(value: float) -> str:
@@ -98,7 +121,11 @@ def compared(cells: Cells, task: str, ours: str, rival: str, of: Value) -> str |
     fewer than two seeds have both. Less is better.
     """
     found = paired(*(values(cells, task, method, of) for method in (ours, rival)))
-    return None if found is None or found.half is None else ("level", "behind", "ahead")[found.side]
+    return (
+        None
+        if found is None or found.half is None
+        else ("level", "behind", "ahead")[found.side]
+    )
 
 
 def counted(cells: Cells, ours: str, rival: str, name: str) -> dict[str, list[str]]:
@@ -129,11 +156,15 @@ def verdict(cells: Cells) -> str:
 def goal(cells: Cells, ours: str) -> str:
     """One paragraph: is the goal met?"""
     worse = counted(cells, ours, "plain", "nll")["behind"]
-    held = [f"no worse than plain on clean NLL: {'met' if not worse else 'missed on ' + '; '.join(worse)}"]
+    held = [
+        f"no worse than plain on clean NLL: {'met' if not worse else 'missed on ' + '; '.join(worse)}"
+    ]
     for name in ("nll", "shifted_nll"):
         found = counted(cells, ours, "last-layer Laplace", name)
         won, of = len(found["ahead"]), sum(map(len, found.values()))
-        held.append(f"ahead of last-layer Laplace, {SCORES[name]}: {'met' if won == of else f'on {won} of {of} tasks'}")
+        held.append(
+            f"ahead of last-layer Laplace, {SCORES[name]}: {'met' if won == of else f'on {won} of {of} tasks'}"
+        )
     for what, of_cell in (("time", spent("seconds")), ("storage", spent("bytes"))):
         shares = [
             mean(mine.values()) / mean(theirs.values())
@@ -143,11 +174,18 @@ def goal(cells: Cells, ours: str) -> str:
         ]
         if shares:
             said = f"{min(shares):.2f} to {max(shares):.2f} of a deep ensemble's {what}"
-            held.append(f"a tenth of the cost: {said}, {'met' if max(shares) <= 0.1 else 'missed'}")
+            held.append(
+                f"a tenth of the cost: {said}, {'met' if max(shares) <= 0.1 else 'missed'}"
+            )
     return f"Goal, {ours}: {'. '.join(part[0].upper() + part[1:] for part in held)}.\n"
 
 
 if __name__ == "__main__":
     out = Path(sys.argv[1])
-    found = [line for file in sys.argv[2:] if Path(file).exists() for line in Path(file).read_text().splitlines()]
+    found = [
+        line
+        for file in sys.argv[2:]
+        if Path(file).exists()
+        for line in Path(file).read_text().splitlines()
+    ]
     out.write_text(page(out.read_text(), found))

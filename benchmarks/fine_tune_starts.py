@@ -76,7 +76,9 @@ SETS: dict[str, tuple[Callable[..., Any], int, int]] = {
 }
 UCI = ("naval-propulsion-plant", "energy", "concrete", "wine-quality-red", "yacht")
 TASKS = [*(f"UCI {name}" for name in UCI), *SETS]
-Nlls = Callable[[nn.Module], list[float]]  # of a network on validation, clean and shifted rows
+Nlls = Callable[
+    [nn.Module], list[float]
+]  # of a network on validation, clean and shifted rows
 
 
 class Case(NamedTuple):
@@ -96,7 +98,12 @@ def case(task: str, seed: int, folder: Path) -> Case:
     data = tables.read(task.removeprefix("UCI "), seed, folder)
     net = tables.base(data, seed, tables.STEPS)
     noise, _ = tables.best_noise(tables.together([net], data.held[0]), data.held[1])
-    return Case(net, data.train, lambda out, y: sb.gaussian(out, y, noise), partial(_real_scored, data))
+    return Case(
+        net,
+        data.train,
+        lambda out, y: sb.gaussian(out, y, noise),
+        partial(_real_scored, data),
+    )
 
 
 def _classes_scored(tests: list[Rows], net: nn.Module, draws: int) -> list[float]:
@@ -126,48 +133,73 @@ def tuned(case: Case, chosen: Candidate, seed: int) -> nn.Module:
     groups = sb.param_groups(net, lr=chosen.rate, scale_lr_multiplier=chosen.faster)
     optimizer = torch.optim.Adam(groups, chosen.rate)
     rates = [group["lr"] for group in groups]
-    plan = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, STEPS + 1, pct_start=0.1)
+    plan = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rates, STEPS + 1, pct_start=0.1
+    )
     for _ in range(STEPS):
         index = torch.randint(len(case.rows[0]), (min(64, len(case.rows[0])),))
         nll = case.nll(sb.sample(net, case.rows[0][index]), case.rows[1][index])
         optimizer.zero_grad()
-        sb.elbo(nll, net, len(case.rows[0]), temperature=chosen.temperature).loss.backward()
+        sb.elbo(
+            nll, net, len(case.rows[0]), temperature=chosen.temperature
+        ).loss.backward()
         optimizer.step()
         plan.step()
     return net.eval()
 
 
-def cells(task: str, seed: int, folder: Path, left: list[Candidate | None]) -> Iterator[dict[str, Any]]:
+def cells(
+    task: str, seed: int, folder: Path, left: list[Candidate | None]
+) -> Iterator[dict[str, Any]]:
     """Lines of one trained network: itself (None) and fine-tuned by each candidate."""
     own = case(task, seed, folder)
     for chosen in left:
         began = time.perf_counter()
         if chosen is None:
-            found = own.scored(sb.bayesianize(copy.deepcopy(own.net), sb.Deterministic()), 1)
+            found = own.scored(
+                sb.bayesianize(copy.deepcopy(own.net), sb.Deterministic()), 1
+            )
         else:
             found = own.scored(tuned(own, chosen, seed), DRAWS)
         nlls = dict(zip(("valid", "clean", "shifted"), found, strict=True))
-        yield {"task": task, "seed": seed, "candidate": chosen, "nll": nlls, "seconds": time.perf_counter() - began}
+        yield {
+            "task": task,
+            "seed": seed,
+            "candidate": chosen,
+            "nll": nlls,
+            "seconds": time.perf_counter() - began,
+        }
 
 
 # --- the page ---
 
 
-def differences(lines: list[dict[str, Any]], of: str) -> dict[Candidate, dict[str, float]]:
+def differences(
+    lines: list[dict[str, Any]], of: str
+) -> dict[Candidate, dict[str, float]]:
     """By candidate and task: the NLL less that of the plain network, mean over seeds that have both."""
-    plain = {(c["task"], c["seed"]): c["nll"][of] for c in lines if c["candidate"] is None}
+    plain = {
+        (c["task"], c["seed"]): c["nll"][of] for c in lines if c["candidate"] is None
+    }
     found: dict[Candidate, dict[str, list[float]]] = {}
     for c in lines:
         if c["candidate"] is not None and (c["task"], c["seed"]) in plain:
             less = c["nll"][of] - plain[c["task"], c["seed"]]
-            found.setdefault(Candidate(*c["candidate"]), {}).setdefault(c["task"], []).append(less)
-    return {chosen: {task: mean(values) for task, values in by.items()} for chosen, by in found.items()}
+            found.setdefault(Candidate(*c["candidate"]), {}).setdefault(
+                c["task"], []
+            ).append(less)
+    return {
+        chosen: {task: mean(values) for task, values in by.items()}
+        for chosen, by in found.items()
+    }
 
 
 def rank(by_task: dict[str, float]) -> tuple[int, float]:
     """How many tasks are harmed, and the mean of differences, each within half a nat."""
     values = [value if value == value else math.inf for value in by_task.values()]
-    return sum(value > MARGIN for value in values), mean(max(-MOST, min(MOST, value)) for value in values)
+    return sum(value > MARGIN for value in values), mean(
+        max(-MOST, min(MOST, value)) for value in values
+    )
 
 
 def page(text: str, lines: list[dict[str, Any]]) -> str:
@@ -179,17 +211,39 @@ def page(text: str, lines: list[dict[str, Any]]) -> str:
         "and the number of tasks that are worse by more than 0.01; the first row is the choice, by validation rows:"
     )
     rows = [
-        ["means", "widths", "prior", "temperature", "rate", "of widths", "own biases", "validation", "test", "shifted"]
+        [
+            "means",
+            "widths",
+            "prior",
+            "temperature",
+            "rate",
+            "of widths",
+            "own biases",
+            "validation",
+            "test",
+            "shifted",
+        ]
     ]
     for one in sorted(whole, key=lambda one: rank(found["valid"][one])):
-        starts = [f"Normal(1, {one.spread:g})", *(f"{n:g}" for n in (one.width, one.prior, one.temperature, one.rate))]
+        starts = [
+            f"Normal(1, {one.spread:g})",
+            *(f"{n:g}" for n in (one.width, one.prior, one.temperature, one.rate)),
+        ]
         rates = [f"x {one.faster:g}", "yes" if one.bias else "no"]
-        rows.append([*starts, *rates, *("{1:+.3f}, {0}".format(*rank(found[of][one])) for of in found)])
+        rows.append(
+            [
+                *starts,
+                *rates,
+                *("{1:+.3f}, {0}".format(*rank(found[of][one])) for of in found),
+            ]
+        )
     return between(text, MARKS, "\n".join([told, "", *table(rows)]) + "\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit-seconds", type=float, default=math.inf)
@@ -200,8 +254,14 @@ def main() -> None:
     kept, end = Cells(args.out), time.monotonic() + args.limit_seconds
     done = {(c["task"], c["seed"], tuple(c["candidate"] or ())) for c in kept.lines}
     for seed, task in product(range(SEEDS), TASKS):
-        left = [c for c in (None, *CANDIDATES) if (task, seed, tuple(c or ())) not in done]
-        for line in cells(task, seed, args.data, left) if left and time.monotonic() < end else ():
+        left = [
+            c for c in (None, *CANDIDATES) if (task, seed, tuple(c or ())) not in done
+        ]
+        for line in (
+            cells(task, seed, args.data, left)
+            if left and time.monotonic() < end
+            else ()
+        ):
             kept.add([line])
     if args.page:
         args.page.write_text(page(args.page.read_text(), kept.lines))

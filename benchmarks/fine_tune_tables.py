@@ -48,7 +48,16 @@ SETS = [
     "bostonhousing", "concrete", "energy", "kin8nm", "naval-propulsion-plant", "power-plant",
     "protein-tertiary-structure", "wine-quality-red", "yacht",
 ]  # fmt: skip
-SEEDS, MEMBERS, MASKS, STEPS, BATCH, WIDTH, RANK, MOST_ROWS = 5, 4, 32, 3000, 64, 50, 4, 4000
+SEEDS, MEMBERS, MASKS, STEPS, BATCH, WIDTH, RANK, MOST_ROWS = (
+    5,
+    4,
+    32,
+    3000,
+    64,
+    50,
+    4,
+    4000,
+)
 FASTER = 100.0  # learning rate of posteriors' widths relative to that of their means
 SETTINGS: dict[str, list[Any]] = {
     "plain": [None],
@@ -60,7 +69,9 @@ SETTINGS: dict[str, list[Any]] = {
     "LoRA ensemble": [3e-3, 1e-2],  # learning rates
 }
 Rows = tuple[Tensor, Tensor]
-Predict = Callable[[Tensor], tuple[Tensor, Tensor]]  # means (S, N), and variances (S, N) of them within a draw
+Predict = Callable[
+    [Tensor], tuple[Tensor, Tensor]
+]  # means (S, N), and variances (S, N) of them within a draw
 
 
 class Data(NamedTuple):
@@ -83,40 +94,67 @@ class Fitted(NamedTuple):
 def read(name: str, seed: int, folder: Path) -> Data:
     """A standard split, standardised by its training rows."""
     file = np.load(folder / "uci" / f"{name}.npz", allow_pickle=False)
-    x, y = (torch.as_tensor(file[part], dtype=torch.float64).reshape(len(file["X"]), -1) for part in ("X", "y"))
+    x, y = (
+        torch.as_tensor(file[part], dtype=torch.float64).reshape(len(file["X"]), -1)
+        for part in ("X", "y")
+    )
     source = torch.Generator().manual_seed(seed)
     known = torch.as_tensor(file["train_idx"][seed].astype(np.int64))
-    known, test = known[torch.randperm(len(known), generator=source)][:MOST_ROWS], file["test_idx"][seed].astype(int)
+    known, test = (
+        known[torch.randperm(len(known), generator=source)][:MOST_ROWS],
+        file["test_idx"][seed].astype(int),
+    )
     held, train = known[: len(known) // 10], known[len(known) // 10 :]
     spread = [v[train].std(0) for v in (x, y)]  # naval has columns of one value
-    x, y = ((v - v[train].mean(0)) / s.where(s > 1e-9, 1.0) for v, s in zip((x, y), spread, strict=True))
+    x, y = (
+        (v - v[train].mean(0)) / s.where(s > 1e-9, 1.0)
+        for v, s in zip((x, y), spread, strict=True)
+    )
     x, y = x.float(), y[:, :1].float()
     clean = x[torch.as_tensor(test)]
     noisy = clean + 0.5 * torch.randn(clean.shape, generator=source)
     moved = clean.clone()
-    moved[torch.arange(len(moved)), torch.randint(moved.shape[1], (len(moved),), generator=source)] += 3
+    moved[
+        torch.arange(len(moved)),
+        torch.randint(moved.shape[1], (len(moved),), generator=source),
+    ] += 3
     other = 3 * torch.randn(clean.shape, generator=source)
     target = y[torch.as_tensor(test)]
     shifted = {"noisy": (noisy, target), "moved": (moved, target)}
-    return Data((x[train], y[train]), (x[held], y[held]), (clean, target), shifted, other)
+    return Data(
+        (x[train], y[train]), (x[held], y[held]), (clean, target), shifted, other
+    )
 
 
 # --- methods ---
 
 
 def network(inputs: int, dropout: float = 0.0) -> nn.Sequential:
-    hidden = [nn.Linear(inputs, WIDTH), nn.ReLU(), nn.Dropout(dropout), nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+    hidden = [
+        nn.Linear(inputs, WIDTH),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Linear(WIDTH, WIDTH),
+        nn.ReLU(),
+    ]
     return nn.Sequential(*hidden, nn.Dropout(dropout), nn.Linear(WIDTH, 1))
 
 
 def train(
-    net: nn.Module, rows: Rows, steps: int, rate: float, seed: int, loss: Callable[[Tensor, Tensor], Tensor]
+    net: nn.Module,
+    rows: Rows,
+    steps: int,
+    rate: float,
+    seed: int,
+    loss: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
     """AdamW with warm-up and cosine, for all methods."""
     torch.manual_seed(seed)
     groups = sb.param_groups(net, 1e-2, rate, scale_lr_multiplier=FASTER)
     optimizer = torch.optim.AdamW(groups, rate, weight_decay=0.0)
-    plan = torch.optim.lr_scheduler.OneCycleLR(optimizer, [group["lr"] for group in groups], steps + 1, pct_start=0.1)
+    plan = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, [group["lr"] for group in groups], steps + 1, pct_start=0.1
+    )
     net.train()
     for _ in range(steps):
         index = torch.randint(len(rows[0]), (BATCH,))
@@ -134,7 +172,9 @@ def fitted(net: nn.Module, rows: Rows, steps: int, rate: float, seed: int) -> nn
 
 def base(data: Data, seed: int, steps: int, dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(seed)
-    return fitted(network(data.train[0].shape[1], dropout), data.train, steps, 3e-3, seed)
+    return fitted(
+        network(data.train[0].shape[1], dropout), data.train, steps, 3e-3, seed
+    )
 
 
 def laplace(net: nn.Module, data: Data, setting: Any, last: bool) -> Fitted:
@@ -145,21 +185,38 @@ def laplace(net: nn.Module, data: Data, setting: Any, last: bool) -> Fitted:
         found = sb.predict_linearised(net, x, "gaussian")
         return found.mean[:, 0][None], found.epistemic[:, 0][None]
 
-    with tempfile.TemporaryDirectory() as folder:  # as it is saved: correlations in half precision
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # as it is saved: correlations in half precision
         kept = load_file(sb.save(net, f"{folder}/posterior") / "posterior.safetensors")
     return Fitted(predict, size(kept.values()))
 
 
-def fine_tuned(net: nn.Module, data: Data, setting: Any, seed: int, steps: int, noise: float) -> Fitted:
+def fine_tuned(
+    net: nn.Module, data: Data, setting: Any, seed: int, steps: int, noise: float
+) -> Fitted:
     (temperature, prior), count = setting, len(data.train[0])
-    config = sb.Rank1(members=MEMBERS, prior=sb.Normal(1.0, prior), mean_init=sb.Normal(1.0, 0.01), scale_init=0.01)
+    config = sb.Rank1(
+        members=MEMBERS,
+        prior=sb.Normal(1.0, prior),
+        mean_init=sb.Normal(1.0, 0.01),
+        scale_init=0.01,
+    )
     sb.bayesianize(net, config, train="posterior")
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
-        return sb.elbo(sb.gaussian(sb.sample(net, x), y, noise), net, count, temperature=temperature).loss
+        return sb.elbo(
+            sb.gaussian(sb.sample(net, x), y, noise),
+            net,
+            count,
+            temperature=temperature,
+        ).loss
 
     train(net, data.train, steps // 3, 1e-3, seed, loss)
-    return Fitted(partial(drawn, net, MASKS // MEMBERS), size(p for p in net.parameters() if p.requires_grad))
+    return Fitted(
+        partial(drawn, net, MASKS // MEMBERS),
+        size(p for p in net.parameters() if p.requires_grad),
+    )
 
 
 class Adapter(nn.Module):
@@ -181,9 +238,23 @@ def lora(net: nn.Module, data: Data, rate: float, seed: int, steps: int) -> Fitt
     members = []
     for member in range(MEMBERS):
         torch.manual_seed(100 * seed + member)
-        layers = [Adapter(m) if isinstance(m, nn.Linear) else m for m in copy.deepcopy(net).children()]
-        members.append(fitted(nn.Sequential(*layers), data.train, steps // 3, rate, 100 * seed + member))
-    return Fitted(partial(together, members), size(p for m in members for p in m.parameters() if p.requires_grad))
+        layers = [
+            Adapter(m) if isinstance(m, nn.Linear) else m
+            for m in copy.deepcopy(net).children()
+        ]
+        members.append(
+            fitted(
+                nn.Sequential(*layers),
+                data.train,
+                steps // 3,
+                rate,
+                100 * seed + member,
+            )
+        )
+    return Fitted(
+        partial(together, members),
+        size(p for m in members for p in m.parameters() if p.requires_grad),
+    )
 
 
 def drawn(net: nn.Module, draws: int, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,7 +272,15 @@ def size(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def fit(method: str, net: nn.Module, data: Data, setting: Any, seed: int, steps: int, noise: float) -> Fitted:
+def fit(
+    method: str,
+    net: nn.Module,
+    data: Data,
+    setting: Any,
+    seed: int,
+    steps: int,
+    noise: float,
+) -> Fitted:
     """A method's posterior, from the trained network on, which stays as it is."""
     own = copy.deepcopy(net)
     if method == "plain":
@@ -212,11 +291,19 @@ def fit(method: str, net: nn.Module, data: Data, setting: Any, seed: int, steps:
         return fine_tuned(own, data, setting, seed, steps, noise)
     if method == "MC dropout":
         own = base(data, seed, steps, setting)
-        return Fitted(partial(drawn, sb.bayesianize(own, sb.MCDropout()), MASKS), size(own.parameters()))
+        return Fitted(
+            partial(drawn, sb.bayesianize(own, sb.MCDropout()), MASKS),
+            size(own.parameters()),
+        )
     if method == "LoRA ensemble":
         return lora(own, data, setting, seed, steps)
-    others = [base(data, 100 * (member + 1) + seed, steps) for member in range(1, MEMBERS)]
-    return Fitted(partial(together, [own, *others]), size(p for other in others for p in other.parameters()))
+    others = [
+        base(data, 100 * (member + 1) + seed, steps) for member in range(1, MEMBERS)
+    ]
+    return Fitted(
+        partial(together, [own, *others]),
+        size(p for other in others for p in other.parameters()),
+    )
 
 
 # --- scores ---
@@ -224,7 +311,9 @@ def fit(method: str, net: nn.Module, data: Data, setting: Any, seed: int, steps:
 
 def log_density(means: Tensor, variances: Tensor, noise: float, y: Tensor) -> Tensor:
     """Of targets (N, 1) under a mixture of S Gaussians."""
-    each = torch.distributions.Normal(means, (variances + noise**2).sqrt()).log_prob(y[:, 0])
+    each = torch.distributions.Normal(means, (variances + noise**2).sqrt()).log_prob(
+        y[:, 0]
+    )
     return each.logsumexp(0) - math.log(len(each))
 
 
@@ -234,7 +323,10 @@ def nll(found: tuple[Tensor, Tensor], noise: float, y: Tensor) -> float:
 
 def best_noise(found: tuple[Tensor, Tensor], y: Tensor) -> tuple[float, float]:
     """The noise of lowest NLL, and that NLL."""
-    tried = [(nll(found, noise, y), noise) for noise in np.geomspace(0.003, 3.0, 100).tolist()]
+    tried = [
+        (nll(found, noise, y), noise)
+        for noise in np.geomspace(0.003, 3.0, 100).tolist()
+    ]
     least, noise = min(tried)
     return noise, least
 
@@ -251,12 +343,20 @@ def scores(predict: Predict, data: Data, noise: float) -> dict[str, float]:
     seconds, y = time.perf_counter() - began, data.test[1]
     scale = (variances + noise**2).sqrt()
     below = torch.distributions.Normal(means, scale).cdf(y[:, 0]).mean(0)
-    moved = {f"nll {name}": nll(predict(x), noise, target) for name, (x, target) in data.shifted.items()}
-    unsure = [(m.var(0, correction=0) + v.mean(0)).sqrt() for m, v in ((means, variances), predict(data.other))]
+    moved = {
+        f"nll {name}": nll(predict(x), noise, target)
+        for name, (x, target) in data.shifted.items()
+    }
+    unsure = [
+        (m.var(0, correction=0) + v.mean(0)).sqrt()
+        for m, v in ((means, variances), predict(data.other))
+    ]
     return {
         "nll": nll((means, variances), noise, y),
         "rmse": float((means.mean(0) - y[:, 0]).square().mean().sqrt()),
-        "crps": float(crps_mixture(means.double(), scale.double(), y[:, 0].double()).mean()),
+        "crps": float(
+            crps_mixture(means.double(), scale.double(), y[:, 0].double()).mean()
+        ),
         "coverage": float(((below - 0.5).abs() <= 0.45).float().mean()),
         **moved,
         "shifted_nll": sum(moved.values()) / len(moved),
@@ -266,7 +366,9 @@ def scores(predict: Predict, data: Data, noise: float) -> dict[str, float]:
     }
 
 
-def cells(name: str, seed: int, folder: Path, methods: list[str], steps: int) -> list[dict[str, Any]]:
+def cells(
+    name: str, seed: int, folder: Path, methods: list[str], steps: int
+) -> list[dict[str, Any]]:
     """Lines of all methods on one split: each with the setting and the noise that its held-out rows like best."""
     torch.set_num_threads(1)
     data, found = read(name, seed, folder), []
@@ -284,20 +386,29 @@ def cells(name: str, seed: int, folder: Path, methods: list[str], steps: int) ->
             tried.append((least, choice, own, seconds, one))
         _, choice, own, seconds, one = min(tried, key=lambda t: t[:2])
         line: dict[str, Any] = {"task": f"UCI {name}", "method": method, "seed": seed}
-        line |= {"metrics": scores(one.predict, data, own), "seconds": 0.0 if method == "plain" else seconds}
-        found.append(line | {"bytes": one.bytes, "choice": choice, "base_seconds": trained})
+        line |= {
+            "metrics": scores(one.predict, data, own),
+            "seconds": 0.0 if method == "plain" else seconds,
+        }
+        found.append(
+            line | {"bytes": one.bytes, "choice": choice, "base_seconds": trained}
+        )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--limit-seconds", type=float, default=math.inf)
     parser.add_argument("--sets", nargs="*", default=SETS)
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--steps", type=int, default=STEPS, help="of the base; fewer only try the code")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="of the base; fewer only try the code"
+    )
     args = parser.parse_args()
     kept, jobs = Cells(args.out), []
     done = {(line["task"], line["seed"], line["method"]) for line in kept.lines}

@@ -22,7 +22,12 @@ from slimbayes.data import corrupt, load, pad_crop_flip
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WORDS, PAD, UNKNOWN = 8000, 0, 2  # the vocabulary; words past it are unknown
-SHIFTS = ("gaussian_noise", "defocus_blur", "fog", "contrast")  # of CIFAR-10-C, severity 3
+SHIFTS = (
+    "gaussian_noise",
+    "defocus_blur",
+    "fog",
+    "contrast",
+)  # of CIFAR-10-C, severity 3
 SHORT = 16  # words of a short review
 Rows = tuple[Tensor, Tensor]
 
@@ -51,7 +56,14 @@ class Scale:
 
 
 FULL = Scale({"wrn": 16, "resnet": 16, "llama": 15})
-SMOKE = Scale({"wrn": 1, "resnet": 1, "llama": 1}, tests=60, shifted=20, steps=0.02, width=1, rows=200)
+SMOKE = Scale(
+    {"wrn": 1, "resnet": 1, "llama": 1},
+    tests=60,
+    shifted=20,
+    steps=0.02,
+    width=1,
+    rows=200,
+)
 TASKS = {
     task.name: task
     for task in (
@@ -80,12 +92,20 @@ class Material:
     def to(self, device: str) -> Material:
         move = lambda rows: (rows[0].to(device), rows[1].to(device))  # noqa: E731
         shifted = {name: move(rows) for name, rows in self.shifted.items()}
-        return Material(move(self.pool), move(self.valid), move(self.clean), shifted, self.other.to(device))
+        return Material(
+            move(self.pool),
+            move(self.valid),
+            move(self.clean),
+            shifted,
+            self.other.to(device),
+        )
 
 
 def labelled(material: Material, task: Task, seed: int) -> Rows:
     """The labels of one seed, drawn from the pool."""
-    order = torch.randperm(len(material.pool[0]), generator=torch.Generator().manual_seed(1000 + seed))
+    order = torch.randperm(
+        len(material.pool[0]), generator=torch.Generator().manual_seed(1000 + seed)
+    )
     index = order[: task.labels].to(material.pool[0].device)
     return material.pool[0][index], material.pool[1][index]
 
@@ -101,7 +121,9 @@ def prepare(kind: str, data: Path, work: Path, scale: Scale) -> None:
 
 @cache
 def material_of(base: str, work: Path) -> Material:
-    kept = torch.load(work / ("text.pt" if base == "llama" else "images.pt"), weights_only=False)
+    kept = torch.load(
+        work / ("text.pt" if base == "llama" else "images.pt"), weights_only=False
+    )
     return Material(*kept["material"]).to(DEVICE)
 
 
@@ -118,7 +140,10 @@ def _images(data: Path, scale: Scale) -> dict[str, Any]:
     shifted = {}
     for name in SHIFTS:
         found = corrupt(some, name, 3, torch.Generator().manual_seed(0))
-        shifted[name] = ((found * 255).round().to(torch.uint8).cpu(), clean[1][: scale.shifted])
+        shifted[name] = (
+            (found * 255).round().to(torch.uint8).cpu(),
+            clean[1][: scale.shifted],
+        )
     rows = hundred.train.x[: scale.rows], hundred.train.y[: scale.rows]
     other = hundred.test.x[: 2 * scale.shifted]
     return {"material": (pool, valid, clean, shifted, other), "base": rows}
@@ -126,17 +151,30 @@ def _images(data: Path, scale: Scale) -> dict[str, Any]:
 
 def _text(data: Path, scale: Scale) -> dict[str, Any]:
     imdb = load("imdb", data)
-    (x, y), (test_x, test_y) = ((torch.where(s.x < WORDS, s.x, UNKNOWN), s.y) for s in (imdb.train, imdb.test))
+    (x, y), (test_x, test_y) = (
+        (torch.where(s.x < WORDS, s.x, UNKNOWN), s.y) for s in (imdb.train, imdb.test)
+    )
     pool, valid = _apart(x, y, min(2000, scale.tests))
-    order = torch.randperm(len(test_x), generator=torch.Generator().manual_seed(0))[: scale.tests]
+    order = torch.randperm(len(test_x), generator=torch.Generator().manual_seed(0))[
+        : scale.tests
+    ]
     clean = test_x[order], test_y[order]
     some = clean[0][: 2 * scale.shifted], clean[1][: 2 * scale.shifted]
-    short = torch.where(torch.arange(some[0].shape[1]) < some[0].shape[1] - SHORT, PAD, some[0])
+    short = torch.where(
+        torch.arange(some[0].shape[1]) < some[0].shape[1] - SHORT, PAD, some[0]
+    )
     shifted = {"short": (short, some[1]), "shuffled": (_shuffled(some[0]), some[1])}
     seen = x[x > UNKNOWN]
-    picked = torch.randint(len(seen), some[0].shape, generator=torch.Generator().manual_seed(2))
-    other = torch.where(some[0] > UNKNOWN, seen[picked], some[0])  # words at random, as frequent as in reviews
-    return {"material": (pool, valid, clean, shifted, other), "base": (x[: scale.rows], y[: scale.rows])}
+    picked = torch.randint(
+        len(seen), some[0].shape, generator=torch.Generator().manual_seed(2)
+    )
+    other = torch.where(
+        some[0] > UNKNOWN, seen[picked], some[0]
+    )  # words at random, as frequent as in reviews
+    return {
+        "material": (pool, valid, clean, shifted, other),
+        "base": (x[: scale.rows], y[: scale.rows]),
+    }
 
 
 def _shuffled(words: Tensor) -> Tensor:
@@ -153,7 +191,11 @@ class Images(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(((x.float() / 255 - 0.47) / 0.25).contiguous(memory_format=torch.channels_last))
+        return self.inner(
+            ((x.float() / 255 - 0.47) / 0.25).contiguous(
+                memory_format=torch.channels_last
+            )
+        )
 
 
 class Reviews(nn.Module):
@@ -164,7 +206,9 @@ class Reviews(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(input_ids=x, attention_mask=(x != PAD).long(), use_cache=False).logits
+        return self.inner(
+            input_ids=x, attention_mask=(x != PAD).long(), use_cache=False
+        ).logits
 
 
 def augmented(x: Tensor) -> Tensor:
@@ -183,7 +227,11 @@ def network(base: str, classes: int, scale: Scale) -> nn.Module:
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128, pad_token_id=PAD, bos_token_id=1,
         eos_token_id=None, num_labels=max(classes, 2), attn_implementation="sdpa", tie_word_embeddings=True,
     )  # fmt: skip
-    return Reviews(LlamaForSequenceClassification(config)) if classes else LlamaForCausalLM(config)
+    return (
+        Reviews(LlamaForSequenceClassification(config))
+        if classes
+        else LlamaForCausalLM(config)
+    )
 
 
 HEADS = {"wrn": "inner.dense", "resnet": "inner.fc", "llama": "inner.score"}
@@ -195,9 +243,17 @@ def started(base: str, work: Path, scale: Scale, seed: int) -> nn.Module:
     net = network(base, 2 if base == "llama" else 10, scale)
     kept = torch.load(work / f"{base}.pt", weights_only=True)
     if base == "llama":
-        own = {f"inner.{name}": value for name, value in kept.items() if name.startswith("model.")}
+        own = {
+            f"inner.{name}": value
+            for name, value in kept.items()
+            if name.startswith("model.")
+        }
     else:
-        own = {name: value for name, value in kept.items() if not name.startswith(HEADS[base])}
+        own = {
+            name: value
+            for name, value in kept.items()
+            if not name.startswith(HEADS[base])
+        }
     missing = net.load_state_dict(own, strict=False).missing_keys
     assert all(name.startswith(HEADS[base]) for name in missing), missing[:3]
     return net.to(DEVICE)
@@ -205,7 +261,9 @@ def started(base: str, work: Path, scale: Scale, seed: int) -> nn.Module:
 
 def train_base(base: str, work: Path, scale: Scale) -> float:
     """Train a base from scratch and keep its weights; its accuracy, or nats per word, on rows of the last batches."""
-    rows = torch.load(work / ("text.pt" if base == "llama" else "images.pt"), weights_only=False)["base"]
+    rows = torch.load(
+        work / ("text.pt" if base == "llama" else "images.pt"), weights_only=False
+    )["base"]
     x, y = rows[0].to(DEVICE), rows[1].to(DEVICE)
     torch.manual_seed(0)
     net = network(base, 0 if base == "llama" else 100, scale).to(DEVICE).train()
@@ -214,12 +272,20 @@ def train_base(base: str, work: Path, scale: Scale) -> float:
     if base == "llama":
         optimizer: Any = torch.optim.AdamW(net.parameters(), 2e-3, weight_decay=0.05)
     else:
-        optimizer = torch.optim.SGD(net.parameters(), 0.2, momentum=0.9, weight_decay=5e-4, nesterov=True)
-    plan = torch.optim.lr_scheduler.OneCycleLR(optimizer, optimizer.param_groups[0]["lr"], steps + 1, pct_start=0.2)
+        optimizer = torch.optim.SGD(
+            net.parameters(), 0.2, momentum=0.9, weight_decay=5e-4, nesterov=True
+        )
+    plan = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, optimizer.param_groups[0]["lr"], steps + 1, pct_start=0.2
+    )
     loss = torch.zeros(())
     for index in batches(len(x), batch, steps, 0):
         with torch.autocast(DEVICE, torch.bfloat16):
-            loss = _next_word(net, x[index]) if base == "llama" else _classes(net, augmented(x[index]), y[index])
+            loss = (
+                _next_word(net, x[index])
+                if base == "llama"
+                else _classes(net, augmented(x[index]), y[index])
+            )
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), 5.0)
@@ -232,7 +298,11 @@ def train_base(base: str, work: Path, scale: Scale) -> float:
 
 def batches(rows: int, size: int, steps: int, seed: int) -> Iterator[Tensor]:
     """Rows of so many batches, epoch by epoch in a new order; the rest of an epoch is left out."""
-    source, size, order = torch.Generator().manual_seed(seed), min(size, rows), torch.zeros(0, dtype=torch.long)
+    source, size, order = (
+        torch.Generator().manual_seed(seed),
+        min(size, rows),
+        torch.zeros(0, dtype=torch.long),
+    )
     for _ in range(steps):
         if len(order) < size:
             order = torch.randperm(rows, generator=source).to(DEVICE)
@@ -246,7 +316,9 @@ def _classes(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def _next_word(net: nn.Module, x: Tensor) -> Tensor:
     logits = net(input_ids=x, attention_mask=(x != PAD).long(), use_cache=False).logits
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), x[:, 1:].flatten(), ignore_index=PAD)
+    return nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), x[:, 1:].flatten(), ignore_index=PAD
+    )
 
 
 class Adapter(nn.Module):
@@ -259,7 +331,9 @@ class Adapter(nn.Module):
         self.layer = layer
         if isinstance(layer, nn.Conv2d):
             shape: Any = (layer.kernel_size, layer.stride, layer.padding)
-            self.down: nn.Module = nn.Conv2d(layer.in_channels, rank, *shape, bias=False)
+            self.down: nn.Module = nn.Conv2d(
+                layer.in_channels, rank, *shape, bias=False
+            )
             self.up: Any = nn.Conv2d(rank, layer.out_channels, 1, bias=False)
         else:
             self.down = nn.Linear(layer.in_features, rank, bias=False)
@@ -273,7 +347,12 @@ class Adapter(nn.Module):
 def with_adapters(net: nn.Module, head: str, rank: int = 8) -> nn.Module:
     """The network, frozen but for adapters of its dense layers and convolutions, its norms and its head."""
     for name, p in net.named_parameters():
-        p.requires_grad_(name.startswith(head) or "norm" in name or ".bn" in name or ".downsample.1" in name)
+        p.requires_grad_(
+            name.startswith(head)
+            or "norm" in name
+            or ".bn" in name
+            or ".downsample.1" in name
+        )
     for name, layer in list(net.named_modules()):
         if isinstance(layer, (nn.Linear, nn.Conv2d)) and name != head:
             parent, _, last = name.rpartition(".")

@@ -48,13 +48,24 @@ LAB = ("plain", "rank1", "rank1-split", "batchensemble", "ktied-flipout")
 RIVALS = ("torch-uncertainty", "bayesian-torch", "peft", "transformers", "timm")
 ABSENT = "ModuleNotFoundError"  # of a rival: nothing to try again
 BUILD_SECONDS = 150.0  # for one variant, compilation included
-COMPILING = 0.4  # of the time: then those that are ready are timed, whoever else compiles
+COMPILING = (
+    0.4  # of the time: then those that are ready are timed, whoever else compiles
+)
 
 
 def job_names(sizes: str) -> list[str]:
     """ "case:mode" of everything, those that compile first."""
-    cases = [f"{name}:{mode}" for name, case in CASES.items() if sizes in case.works for mode in case.modes]
-    others = [] if sizes == "cpu" else ["lab:graph", *(f"scale-{name}:eager" for name in gpu_scale.SCALES)]
+    cases = [
+        f"{name}:{mode}"
+        for name, case in CASES.items()
+        if sizes in case.works
+        for mode in case.modes
+    ]
+    others = (
+        []
+        if sizes == "cpu"
+        else ["lab:graph", *(f"scale-{name}:eager" for name in gpu_scale.SCALES)]
+    )
     return sorted(cases + others, key=lambda name: name.endswith(":eager"))
 
 
@@ -62,16 +73,34 @@ def build_names(names: Sequence[str]) -> list[str]:
     """ "case:mode:method" of what compiles: variants of targets first, since time may run out, then rivals and plain
     networks, which the same graphs serve in several cases.
     """
-    aims = {(target.case, method) for target in performance_page.TARGETS for method in target.methods}
+    aims = {
+        (target.case, method)
+        for target in performance_page.TARGETS
+        for method in target.methods
+    }
     pairs = [
         (name, method)
         for name in names
         if not name.endswith(":eager")
-        for method in (LAB if name.startswith("lab:") else CASES[name.split(":")[0]].variants)
+        for method in (
+            LAB if name.startswith("lab:") else CASES[name.split(":")[0]].variants
+        )
     ]
-    once = {"wrn-batch", "wrn-gaussian", "pyramid-ecmp"}  # their plain networks are those of other cases
-    pairs = [(name, method) for name, method in pairs if method != "plain" or name.split(":")[0] not in once]
-    pairs.sort(key=lambda pair: (pair[0].split(":")[0], pair[1]) not in aims and pair[1] != "plain")
+    once = {
+        "wrn-batch",
+        "wrn-gaussian",
+        "pyramid-ecmp",
+    }  # their plain networks are those of other cases
+    pairs = [
+        (name, method)
+        for name, method in pairs
+        if method != "plain" or name.split(":")[0] not in once
+    ]
+    pairs.sort(
+        key=lambda pair: (
+            (pair[0].split(":")[0], pair[1]) not in aims and pair[1] != "plain"
+        )
+    )
     return [f"{name}:{method}" for name, method in pairs]
 
 
@@ -81,13 +110,30 @@ def build_names(names: Sequence[str]) -> list[str]:
 class Job:
     """Runs one case in some modes, "case:mode,mode", or "case:mode:method", and keeps its rows."""
 
-    def __init__(self, name: str, sizes: str, device: torch.device, rounds: int, lock: Path | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        sizes: str,
+        device: torch.device,
+        rounds: int,
+        lock: Path | None,
+    ) -> None:
         self.name = name
-        self.case, modes, *self.methods = name.split(":")  # methods: all where none is named
+        self.case, modes, *self.methods = name.split(
+            ":"
+        )  # methods: all where none is named
         self.modes = modes.split(",")
         self.sizes, self.device, self.rounds, self.lock = sizes, device, rounds, lock
-        self.rows: dict[str, Rows] = {}  # by mode; "recorded" are the compiled variants as CUDA graphs
-        self.text, self.has_turn, self.only_build, self.until, self.rank = "", False, False, math.inf, 0
+        self.rows: dict[
+            str, Rows
+        ] = {}  # by mode; "recorded" are the compiled variants as CUDA graphs
+        self.text, self.has_turn, self.only_build, self.until, self.rank = (
+            "",
+            False,
+            False,
+            math.inf,
+            0,
+        )
         self.save: Callable[[], None] = lambda: None
 
     def run(self) -> None:
@@ -103,7 +149,9 @@ class Job:
         built = {mode: self.build(case, network, mode, device) for mode in self.modes}
         self.save()
         self.built()
-        for mode in sorted(built, reverse=True) if not self.only_build else ():  # eager, then compiled
+        for mode in (
+            sorted(built, reverse=True) if not self.only_build else ()
+        ):  # eager, then compiled
             trials, works = built.pop(mode)
             with self.turn():
                 self.measure(mode, case, trials, works, device)
@@ -121,14 +169,22 @@ class Job:
         self.rows[mode] = rows
         plain = rows.get("plain", {}).get("peak_mib")
         for row in rows.values():
-            row["peak_ratio"] = row["peak_mib"] / plain if plain and row.get("peak_mib") else None
+            row["peak_ratio"] = (
+                row["peak_mib"] / plain if plain and row.get("peak_mib") else None
+            )
         works = {
-            kind: {name: work for name, trial in trials.items() if (work := self.warm(rows[name], trial, kind))}
+            kind: {
+                name: work
+                for name, trial in trials.items()
+                if (work := self.warm(rows[name], trial, kind))
+            }
             for kind in case.kinds
         }
         return trials, works
 
-    def measure(self, mode: str, case: Case, trials: Any, works: Any, device: torch.device) -> None:
+    def measure(
+        self, mode: str, case: Case, trials: Any, works: Any, device: torch.device
+    ) -> None:
         for kind in case.kinds:
             for trial in trials.values():
                 trial.mode(kind)
@@ -140,11 +196,17 @@ class Job:
             if mode == "compiled" and device.type == "cuda":
                 graphs = self.rows.setdefault("recorded", {})
                 graphs |= {name: graphs.get(name, {}) for name in works[kind]}
-                ready = {name: work for name in works[kind] if (work := self.record(graphs[name], trials[name], kind))}
+                ready = {
+                    name: work
+                    for name in works[kind]
+                    if (work := self.record(graphs[name], trials[name], kind))
+                }
                 self.time(graphs, ready, kind, device)
                 self.save()
 
-    def record(self, row: dict[str, Any], trial: Trial, kind: str) -> Callable[[], Any] | None:
+    def record(
+        self, row: dict[str, Any], trial: Trial, kind: str
+    ) -> Callable[[], Any] | None:
         try:
             return trial.recorded(kind)
         except Exception as error:
@@ -152,13 +214,21 @@ class Job:
             row[f"{kind}_error"] = words(error)
             return None
 
-    def time(self, rows: Rows, ready: Mapping[str, Callable[[], Any]], kind: str, device: torch.device) -> None:
+    def time(
+        self,
+        rows: Rows,
+        ready: Mapping[str, Callable[[], Any]],
+        kind: str,
+        device: torch.device,
+    ) -> None:
         if device.type == "cuda":
             torch.cuda.empty_cache()
         for name, found in race(ready, "plain", device, self.rounds).items():
             rows[name] |= {f"{kind}_{key}": value for key, value in found.items()}
 
-    def warm(self, row: dict[str, Any], trial: Trial, kind: str) -> Callable[[], Any] | None:
+    def warm(
+        self, row: dict[str, Any], trial: Trial, kind: str
+    ) -> Callable[[], Any] | None:
         """The work to time, after the compiler has seen it; None where it fails."""
         work = getattr(trial, kind)
         trial.mode(kind)
@@ -187,15 +257,34 @@ class Job:
 
         tiny = self.sizes == "tiny"
         what = "WRN-10-1, eager" if tiny else "WRN-16-4, the step as one CUDA graph"
-        self.text = f"{what}, batches of 128, 50,000 made-up pictures of CIFAR-10's shape"
-        mode, network = ("eager", lab.NETWORK | {"depth": 10, "width": 1}) if tiny else ("graph", lab.NETWORK)
-        data, epochs = lab.images(256 if tiny else 50_000), 1 if self.only_build else 2 if tiny else 4
+        self.text = (
+            f"{what}, batches of 128, 50,000 made-up pictures of CIFAR-10's shape"
+        )
+        mode, network = (
+            ("eager", lab.NETWORK | {"depth": 10, "width": 1})
+            if tiny
+            else ("graph", lab.NETWORK)
+        )
+        data, epochs = (
+            lab.images(256 if tiny else 50_000),
+            1 if self.only_build else 2 if tiny else 4,
+        )
         for name in self.methods or LAB:
             with ExitStack() as stack:
-                bars = lab.Pausing(lambda: self.built() or stack.enter_context(self.turn()), stack.close)
+                bars = lab.Pausing(
+                    lambda: self.built() or stack.enter_context(self.turn()),
+                    stack.close,
+                )
                 found = lab.run(name, mode, data, epochs, network, bars=bars)
             row = {"seconds": found["seconds_per_epoch"], "messages": found["messages"]}
-            row |= {"seconds_profile": found["profile"], "seconds_ms": 1e3 * row["seconds"]} if found["profile"] else {}
+            row |= (
+                {
+                    "seconds_profile": found["profile"],
+                    "seconds_ms": 1e3 * row["seconds"],
+                }
+                if found["profile"]
+                else {}
+            )
             self.rows.setdefault("graph", {})[name] = row
             self.save()
 
@@ -210,7 +299,10 @@ class Job:
         if self.lock is None or self.has_turn:
             yield
             return
-        folder, mine = self.lock.parent, mark(self.lock.parent, f"waiting-{self.rank:03d}", self.name)
+        folder, mine = (
+            self.lock.parent,
+            mark(self.lock.parent, f"waiting-{self.rank:03d}", self.name),
+        )
         mine.touch()
         while any(folder.glob("building-*")) and time.time() < self.until:
             time.sleep(0.2)
@@ -229,8 +321,14 @@ class Job:
 
     def results(self) -> list[dict[str, Any]]:
         setting = {"case": self.case, "sizes": self.text}
-        every = ((mode, name, row) for mode, rows in self.rows.items() for name, row in rows.items())
-        return [setting | {"mode": mode, "method": name} | row for mode, name, row in every]
+        every = (
+            (mode, name, row)
+            for mode, rows in self.rows.items()
+            for name, row in rows.items()
+        )
+        return [
+            setting | {"mode": mode, "method": name} | row for mode, name, row in every
+        ]
 
 
 def mark(folder: Path, what: str, name: str) -> Path:
@@ -246,13 +344,20 @@ def run_job(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         if args.part:
             write(args.part, job.results())
 
-    job.save, job.only_build, job.until, job.rank = save, args.build, args.until, args.rank
+    job.save, job.only_build, job.until, job.rank = (
+        save,
+        args.build,
+        args.until,
+        args.rank,
+    )
     try:
         job.run()
     except Exception as error:  # a package that is missing, or a case that cannot be built: the others go on
         for mode in job.modes:
             if not timed(job.rows.get(mode, {}).values()):
-                job.rows.setdefault(mode, {})["rest" if job.rows.get(mode) else "all"] = {"error": words(error)}
+                job.rows.setdefault(mode, {})[
+                    "rest" if job.rows.get(mode) else "all"
+                ] = {"error": words(error)}
     save()
     return job.results()
 
@@ -276,19 +381,33 @@ class Record:
         }  # fmt: skip
         if args.resume:
             self._go_on(json.loads(args.resume.read_text()), args.again)
-        self.good = {f"{row['case']}:{row['mode']}" for row in self.data["results"] if timed([row])}
-        again = (r for r in self.data["results"] if r.get("older") or not r.get("error", ABSENT).startswith(ABSENT))
+        self.good = {
+            f"{row['case']}:{row['mode']}"
+            for row in self.data["results"]
+            if timed([row])
+        }
+        again = (
+            r
+            for r in self.data["results"]
+            if r.get("older") or not r.get("error", ABSENT).startswith(ABSENT)
+        )
         self.done = self.good - {f"{row['case']}:{row['mode']}" for row in again}
 
     def _go_on(self, old: dict[str, Any], again: str) -> None:
         here = self.data["machine"] | {"sizes": self.data["sizes"]}
-        for key, value in (old["machine"] | {"sizes": old["sizes"]}).items():  # numbers of a page are of one machine
+        for key, value in (
+            old["machine"] | {"sizes": old["sizes"]}
+        ).items():  # numbers of a page are of one machine
             if key in ("device", "sizes") and value != here[key]:
-                raise SystemExit(f"--resume: its {key} is {value}, here it is {here[key]}.")
+                raise SystemExit(
+                    f"--resume: its {key} is {value}, here it is {here[key]}."
+                )
             again = again if here.get(key) == value else "."
         # Rows are of an earlier version, of us or of others, until they are measured anew.
         self.data["results"] = [
-            row | {"older": True} if again and re.search(again, f"{row['case']}:{row['mode']}") else row
+            row | {"older": True}
+            if again and re.search(again, f"{row['case']}:{row['mode']}")
+            else row
             for row in old["results"]
         ]
         self.data["seconds"] = 0.0 if again else old["seconds"]
@@ -307,13 +426,27 @@ class Record:
                 row for row in self.data["results"]
                 if place(row) not in new and not (row["method"] in ("all", "rest") and place(row)[:2] in modes)
             ]  # fmt: skip
-            there = {place(row) for row in kept} | {(*place(row)[:2], "all") for row in kept if timed([row])}
-            other = {place(row): row for row in rows if place(row) not in new} if ended else {}
-            self.data["results"] = [*kept, *new.values(), *(row for key, row in other.items() if key not in there)]
-            self.data["not_run"] += [
-                f"{', '.join(key)}: {row['error']}" for key, row in other.items() if key in there and "error" in row
+            there = {place(row) for row in kept} | {
+                (*place(row)[:2], "all") for row in kept if timed([row])
+            }
+            other = (
+                {place(row): row for row in rows if place(row) not in new}
+                if ended
+                else {}
+            )
+            self.data["results"] = [
+                *kept,
+                *new.values(),
+                *(row for key, row in other.items() if key not in there),
             ]
-            self.data["not_run"] += [] if rows or not ended else [f"{name}: no time was left"]
+            self.data["not_run"] += [
+                f"{', '.join(key)}: {row['error']}"
+                for key, row in other.items()
+                if key in there and "error" in row
+            ]
+            self.data["not_run"] += (
+                [] if rows or not ended else [f"{name}: no time was left"]
+            )
             self.data["seconds"] = round(time.time() - self.start, 1)
             if ended:
                 show(name, rows)
@@ -331,24 +464,64 @@ def write(file: Path, data: Any) -> None:
 def show(name: str, rows: list[dict[str, Any]]) -> None:
     print(f"{name}: {rows[0]['sizes'] if rows else 'not run'}")
     for row in rows:
-        numbers = (f"{key} {value:.3g}" for key, value in row.items() if isinstance(value, float))
-        print("   ", row["method"].ljust(32), row.get("error") or "  ".join(numbers), flush=True)
+        numbers = (
+            f"{key} {value:.3g}"
+            for key, value in row.items()
+            if isinstance(value, float)
+        )
+        print(
+            "   ",
+            row["method"].ljust(32),
+            row.get("error") or "  ".join(numbers),
+            flush=True,
+        )
 
 
-def run_apart(name: str, rank: int, args: argparse.Namespace, record: Record, folder: Path, deadline: float) -> None:
+def run_apart(
+    name: str,
+    rank: int,
+    args: argparse.Namespace,
+    record: Record,
+    folder: Path,
+    deadline: float,
+) -> None:
     """Run a job in a process of its own, and keep the rows it has when time is up."""
     part = mark(folder, "part", name)
     if time.time() > deadline - 5:
         record.add(name, [])
         return
-    command = [sys.executable, __file__, "--job", name, "--part", part, "--lock", folder / "lock", "--rank", rank]
-    command += ["--until", deadline - (1 - COMPILING) * args.limit_seconds, *(["--build"] if args.build else [])]
+    command = [
+        sys.executable,
+        __file__,
+        "--job",
+        name,
+        "--part",
+        part,
+        "--lock",
+        folder / "lock",
+        "--rank",
+        rank,
+    ]
+    command += [
+        "--until",
+        deadline - (1 - COMPILING) * args.limit_seconds,
+        *(["--build"] if args.build else []),
+    ]
     command += ["--sizes", args.sizes, "--device", args.device, "--rounds", args.rounds]
     # Several processes compile at once; each starts as many helpers as this.
-    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "3", "OMP_NUM_THREADS": "2"}
-    with (args.out.with_suffix(".log") if args.out else folder / "log").open("a") as log:
+    environment = os.environ | {
+        "TORCHINDUCTOR_COMPILE_THREADS": "3",
+        "OMP_NUM_THREADS": "2",
+    }
+    with (args.out.with_suffix(".log") if args.out else folder / "log").open(
+        "a"
+    ) as log:
         process = subprocess.Popen(
-            [str(word) for word in command], env=environment, stdout=log, stderr=log, start_new_session=True
+            [str(word) for word in command],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     seen, why = 0.0, ""
     while process.poll() is None and not why:
@@ -360,7 +533,9 @@ def run_apart(name: str, rank: int, args: argparse.Namespace, record: Record, fo
             os.killpg(process.pid, signal.SIGKILL)
             why = "no time was left"
     process.wait()
-    why = why or (f"the process ended with {process.returncode}" if process.returncode else "")
+    why = why or (
+        f"the process ended with {process.returncode}" if process.returncode else ""
+    )
     for file in folder.glob(f"*-{mark(folder, '', name).name[1:]}"):
         if not file.name.startswith("part"):
             file.unlink(missing_ok=True)
@@ -370,7 +545,15 @@ def run_apart(name: str, rank: int, args: argparse.Namespace, record: Record, fo
         mine = [row for row in rows if row["mode"] == mode]
         if not timed(mine) or mode == "compiled":
             method = "rest" if mine else "all"
-            rows.append({"case": case, "mode": mode, "sizes": "", "method": method, "error": why})
+            rows.append(
+                {
+                    "case": case,
+                    "mode": mode,
+                    "sizes": "",
+                    "method": method,
+                    "error": why,
+                }
+            )
     record.add(name, rows)
 
 
@@ -385,7 +568,9 @@ def job_list(names: Sequence[str], good: Collection[str]) -> list[tuple[str, int
 
     def key(job: str) -> tuple[bool, bool]:
         case, some = job.split(":")[:2]
-        return case.startswith("scale"), all(f"{case}:{mode}" in good for mode in some.split(","))
+        return case.startswith("scale"), all(
+            f"{case}:{mode}" in good for mode in some.split(",")
+        )
 
     ranks = {job: rank for rank, job in enumerate(sorted(jobs, key=key))}
     return [(job, ranks[job]) for job in jobs]
@@ -394,19 +579,37 @@ def job_list(names: Sequence[str], good: Collection[str]) -> list[tuple[str, int
 def run_all(names: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
     record, deadline = Record(args), time.time() + args.limit_seconds
     todo = [name for name in names if name not in record.done]
-    jobs = [(name, 0) for name in build_names(names)] if args.build else job_list(todo, record.good)
+    jobs = (
+        [(name, 0) for name in build_names(names)]
+        if args.build
+        else job_list(todo, record.good)
+    )
     if args.workers == 0:
         for name, _ in sorted(jobs, key=lambda job: job[1]):
             record.add(name, run_job(name, args) if time.time() < deadline else [])
         return record.data
-    late = sorted([job for job in jobs if job[0].endswith(":eager")], key=lambda job: job[1])
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.workers) as many:
-        work = partial(run_apart, args=args, record=record, folder=Path(folder), deadline=deadline)
+    late = sorted(
+        [job for job in jobs if job[0].endswith(":eager")], key=lambda job: job[1]
+    )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(args.workers) as many,
+    ):
+        work = partial(
+            run_apart, args=args, record=record, folder=Path(folder), deadline=deadline
+        )
         early = [job for job in jobs if job not in late]
         for name, _ in early if not args.build else ():
             mark(Path(folder), "building", name).touch()
         first = [many.submit(work, *job) for job in early]
-        wait(first, None if args.build else max(0.0, deadline - (1 - COMPILING) * args.limit_seconds - time.time()))
+        wait(
+            first,
+            None
+            if args.build
+            else max(
+                0.0, deadline - (1 - COMPILING) * args.limit_seconds - time.time()
+            ),
+        )
         with ThreadPoolExecutor(min(2, args.workers)) as few:
             later = [few.submit(work, *job) for job in late]
         for done in (*first, *later):
@@ -415,40 +618,70 @@ def run_all(names: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help='a regular expression for "case:mode"')
-    parser.add_argument(
-        "--sizes", default="gpu" if torch.cuda.is_available() else "cpu", choices=("gpu", "cpu", "tiny")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--only", default="", help='a regular expression for "case:mode"'
+    )
+    parser.add_argument(
+        "--sizes",
+        default="gpu" if torch.cuda.is_available() else "cpu",
+        choices=("gpu", "cpu", "tiny"),
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--limit-seconds", type=float, default=520.0)
-    parser.add_argument("--workers", type=int, help="processes that compile at once; 0 runs all in this one")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        help="processes that compile at once; 0 runs all in this one",
+    )
     parser.add_argument("--build", action="store_true", help="time nothing")
     parser.add_argument("--out", type=Path)
     parser.add_argument(
-        "--resume", type=Path, help="a record: what it has, of this version and whole, is not run again"
+        "--resume",
+        type=Path,
+        help="a record: what it has, of this version and whole, is not run again",
     )
-    parser.add_argument("--again", default="", help="a regular expression for what of it is of an earlier version")
-    parser.add_argument("--table", type=Path, help="write the page from this record, and measure nothing")
+    parser.add_argument(
+        "--again",
+        default="",
+        help="a regular expression for what of it is of an earlier version",
+    )
+    parser.add_argument(
+        "--table",
+        type=Path,
+        help="write the page from this record, and measure nothing",
+    )
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "performance.md")
     parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     for name in ("--job", "--part", "--lock"):  # how this script calls itself
-        parser.add_argument(name, type=str if name == "--job" else Path, help=argparse.SUPPRESS)
+        parser.add_argument(
+            name, type=str if name == "--job" else Path, help=argparse.SUPPRESS
+        )
     args = parser.parse_args(argv)
     if args.table:
         files = [args.table, *args.table.parent.glob("cpu.json")]
-        args.page.write_text(performance_page.page(*(json.loads(file.read_text()) for file in files)))
+        args.page.write_text(
+            performance_page.page(*(json.loads(file.read_text()) for file in files))
+        )
         return None
     if args.job:
         run_job(args.job, args)
         return None
     if args.workers is None:
-        args.workers = min(12, os.cpu_count() or 2) if args.sizes == "gpu" else 0  # each holds memory of the GPU
+        args.workers = (
+            min(12, os.cpu_count() or 2) if args.sizes == "gpu" else 0
+        )  # each holds memory of the GPU
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-    return run_all([name for name in job_names(args.sizes) if re.search(args.only, name)], args)
+    return run_all(
+        [name for name in job_names(args.sizes) if re.search(args.only, name)], args
+    )
 
 
 if __name__ == "__main__":

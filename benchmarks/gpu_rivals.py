@@ -40,7 +40,9 @@ def package(name: str) -> None:
     sys.modules[name] = bare
 
 
-def replaced(model: nn.Module, swaps: dict[type[nn.Module], Callable[[nn.Module], nn.Module]]) -> nn.Module:
+def replaced(
+    model: nn.Module, swaps: dict[type[nn.Module], Callable[[nn.Module], nn.Module]]
+) -> nn.Module:
     """The model with its layers of these very types swapped."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -62,13 +64,25 @@ def tu_bayes(model: nn.Module) -> nn.Module:
     package("torch_uncertainty")
     package("torch_uncertainty.layers")
     layers = importlib.import_module("torch_uncertainty.layers.bayesian.bayes_linear")
-    return replaced(model, {nn.Linear: lambda layer: layers.BayesLinear(layer.in_features, layer.out_features)})
+    return replaced(
+        model,
+        {
+            nn.Linear: lambda layer: layers.BayesLinear(
+                layer.in_features, layer.out_features
+            )
+        },
+    )
 
 
 def tu_kl(model: nn.Module) -> Tensor:
     """log q - log p of the draw, as its ELBO takes it."""
     layers = [m for m in model.modules() if hasattr(m, "log_variational_posterior")]
-    return sum((m.log_variational_posterior - m.log_prior for m in layers), torch.zeros(())) / NUM_DATA
+    return (
+        sum(
+            (m.log_variational_posterior - m.log_prior for m in layers), torch.zeros(())
+        )
+        / NUM_DATA
+    )
 
 
 def bt(model: nn.Module, kind: str) -> nn.Module:
@@ -88,4 +102,6 @@ def lora(model: nn.Module, targets: str | list[str] | None = None) -> nn.Module:
     """LoRA of rank 8 on peft's layers of choice for the model, or on those named."""
     peft = importlib.import_module("peft")
     fan = {"fan_in_fan_out": True} if type(model).__name__.startswith("GPT2") else {}
-    return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=targets, **fan))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=8, target_modules=targets, **fan)
+    )

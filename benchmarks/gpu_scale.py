@@ -21,11 +21,22 @@ from slimbayes import models
 from slimbayes.engine import noise
 
 
-def steps(label: str, work: Work, variants: dict[str, Variant], device: torch.device) -> Rows:
+def steps(
+    label: str, work: Work, variants: dict[str, Variant], device: torch.device
+) -> Rows:
     """A training step of each variant, and of the plain network."""
-    builds = {name: partial(Trial, work, variant, device, False) for name, variant in (PLAIN | variants).items()}
+    builds = {
+        name: partial(Trial, work, variant, device, False)
+        for name, variant in (PLAIN | variants).items()
+    }
     trials, rows = prepare(builds, Trial.train, device)
-    times = race({name: trial.train for name, trial in trials.items()}, "plain", device, rounds=9, seconds=1.0)
+    times = race(
+        {name: trial.train for name, trial in trials.items()},
+        "plain",
+        device,
+        rounds=9,
+        seconds=1.0,
+    )
     for name, found in times.items():
         rows[name] |= {f"train_{key}": value for key, value in found.items()}
     return {f"{label} {name}": row for name, row in rows.items()}
@@ -68,13 +79,21 @@ def by_width(device: torch.device, tiny: bool) -> Rows:
 def by_draws(device: torch.device, tiny: bool) -> Rows:
     """`predict` with more and more draws: time, and memory above what the model and the batch take."""
     torch.manual_seed(0)
-    net = sb.bayesianize(models.wrn(10, 1) if tiny else models.wrn(16, 4), sb.Rank1(members=1)).to(device)
-    x = torch.randn(2, 3, 8, 8, device=device) if tiny else torch.randn(256, 3, 32, 32, device=device)
+    net = sb.bayesianize(
+        models.wrn(10, 1) if tiny else models.wrn(16, 4), sb.Rank1(members=1)
+    ).to(device)
+    x = (
+        torch.randn(2, 3, 8, 8, device=device)
+        if tiny
+        else torch.randn(256, 3, 32, 32, device=device)
+    )
     rows: Rows = {}
     for draws in (1, 3) if tiny else (1, 2, 5, 10, 20, 50, 100, 200):
 
         def work(draws: int = draws) -> None:
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            with torch.autocast(
+                device.type, torch.bfloat16, enabled=device.type == "cuda"
+            ):
                 sb.predict(net, x, draws=draws, keep_samples=False)
 
         work()
@@ -106,7 +125,10 @@ def by_processes(device: torch.device, tiny: bool) -> Rows:
     for kind in ("forward", "noise"):
         chosen = {name: work for name, work in works.items() if name.endswith(kind)}
         found = race(chosen, f"ranks=1 {kind}", device, rounds=9, seconds=2.0)
-        rows |= {name: {f"predict_{key}": value for key, value in row.items()} for name, row in found.items()}
+        rows |= {
+            name: {f"predict_{key}": value for key, value in row.items()}
+            for name, row in found.items()
+        }
     return rows
 
 
@@ -117,26 +139,46 @@ def by_sharing(device: torch.device, tiny: bool) -> Rows:
     last = sb.ModelPatch(patch=r"layer4.*bn.*|fc")
     cases: dict[str, tuple[nn.Module, Any, int]] = {
         "regression net, EMP": (models.regression_net(6), sb.ModelPatch(), many),
-        "regression net, ECMP": (models.regression_net(6), sb.ModelPatch(cross=True), many),
+        "regression net, ECMP": (
+            models.regression_net(6),
+            sb.ModelPatch(cross=True),
+            many,
+        ),
     }
     if not tiny:
         resnet = partial(models.resnet18, classes=100, small_images=True)
         cases["ResNet-18, last stage and output EMP"] = (resnet(), last, draws)
-        cases["ResNet-18, output rank-1"] = (resnet(), {"fc": sb.Rank1(members=1)}, draws)
+        cases["ResNet-18, output rank-1"] = (
+            resnet(),
+            {"fc": sb.Rank1(members=1)},
+            draws,
+        )
     rows: Rows = {}
     for name, (plain, config, count) in cases.items():
         net = sb.bayesianize(plain.to(device), config)
-        x = torch.randn(31, 6, device=device) if "regression" in name else torch.randn(100, 3, 32, 32, device=device)
-        runs = {f"{name}, share {share}": partial(_predict, net, x, count, share) for share in (False, True)}
+        x = (
+            torch.randn(31, 6, device=device)
+            if "regression" in name
+            else torch.randn(100, 3, 32, 32, device=device)
+        )
+        runs = {
+            f"{name}, share {share}": partial(_predict, net, x, count, share)
+            for share in (False, True)
+        }
         found = race(runs, f"{name}, share False", device, rounds=5, seconds=3.0)
-        rows |= {key: {f"predict_{word}": value for word, value in row.items()} for key, row in found.items()}
+        rows |= {
+            key: {f"predict_{word}": value for word, value in row.items()}
+            for key, row in found.items()
+        }
     return rows
 
 
 def _predict(net: nn.Module, x: Tensor, draws: int, share: bool) -> None:
     likelihood: Any = "categorical" if x.dim() > 2 else "gaussian"
     with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
-        sb.predict(net, x, draws=draws, share=share, keep_samples=False, likelihood=likelihood)
+        sb.predict(
+            net, x, draws=draws, share=share, keep_samples=False, likelihood=likelihood
+        )
 
 
 def by_execution(device: torch.device, tiny: bool) -> Rows:
@@ -147,23 +189,52 @@ def by_execution(device: torch.device, tiny: bool) -> Rows:
         for k in (2,) if tiny else (5, 20):
             label = f"width={width}, K={k},"
             trials = {
-                f"{label} {way}": Trial(work, ours(sb.Ensemble(members=k, execution=way)), device, False)
+                f"{label} {way}": Trial(
+                    work, ours(sb.Ensemble(members=k, execution=way)), device, False
+                )
                 for way in ("loop", "batched")
             }
-            found = race({name: trial.train for name, trial in trials.items()}, f"{label} loop", device, 9, 1.0)
-            rows |= {key: {f"train_{word}": value for word, value in row.items()} for key, row in found.items()}
+            found = race(
+                {name: trial.train for name, trial in trials.items()},
+                f"{label} loop",
+                device,
+                9,
+                1.0,
+            )
+            rows |= {
+                key: {f"train_{word}": value for word, value in row.items()}
+                for key, row in found.items()
+            }
     return rows
 
 
 SCALES = {
-    "members": (by_members, "MLP 4 x 4096, 1,024 rows for each member; a training step; ratios to plain"),
-    "depth": (by_depth, "MLP of width 1024, 4,096 rows, K = 4; a training step; ratios to plain"),
-    "width": (by_width, "MLP of four layers, 4,096 rows, K = 4; a training step; ratios to plain"),
-    "draws": (by_draws, "WRN-16-4, 256 images, rank-1; `predict(draws=S, keep_samples=False)`"),
+    "members": (
+        by_members,
+        "MLP 4 x 4096, 1,024 rows for each member; a training step; ratios to plain",
+    ),
+    "depth": (
+        by_depth,
+        "MLP of width 1024, 4,096 rows, K = 4; a training step; ratios to plain",
+    ),
+    "width": (
+        by_width,
+        "MLP of four layers, 4,096 rows, K = 4; a training step; ratios to plain",
+    ),
+    "draws": (
+        by_draws,
+        "WRN-16-4, 256 images, rank-1; `predict(draws=S, keep_samples=False)`",
+    ),
     "ranks": (
         by_processes,
         "MLP 4 x 2048, 4,096 rows: a bare forward, and 4096 x 2048 numbers of noise; ratios to one rank",
     ),
-    "sharing": (by_sharing, "`predict(share=)`, S = 200 for 100 images, 10,000 for 31 rows; ratios to share=False"),
-    "execution": (by_execution, "MLP of three layers, Ensemble(execution=); a training step; ratios to loop"),
+    "sharing": (
+        by_sharing,
+        "`predict(share=)`, S = 200 for 100 images, 10,000 for 31 rows; ratios to share=False",
+    ),
+    "execution": (
+        by_execution,
+        "MLP of three layers, Ensemble(execution=); a training step; ratios to loop",
+    ),
 }

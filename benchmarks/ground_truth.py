@@ -32,7 +32,9 @@ def digits() -> tuple[Tensor, Tensor, Tensor]:
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     rows = torch.tensor(x, dtype=torch.float32)[order] / 8 - 1
     test = rows[TRAIN : TRAIN + TEST].clone()
-    test[TEST // 2 :] += torch.randn(TEST - TEST // 2, 64, generator=torch.Generator().manual_seed(1))
+    test[TEST // 2 :] += torch.randn(
+        TEST - TEST // 2, 64, generator=torch.Generator().manual_seed(1)
+    )
     return rows[:TRAIN], torch.tensor(y)[order][:TRAIN], test
 
 
@@ -47,18 +49,26 @@ def trained(x: Tensor, y: Tensor) -> nn.Module:
     return net.eval()
 
 
-def variational(net: nn.Module, config: sb.Config, x: Tensor, y: Tensor, steps: int = 1500) -> None:
+def variational(
+    net: nn.Module, config: sb.Config, x: Tensor, y: Tensor, steps: int = 1500
+) -> None:
     sb.bayesianize(net, config, train="posterior")
     optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], 0.01)
     for _ in range(steps):
         optimizer.zero_grad()
-        sb.elbo(sb.categorical(sb.sample(net, x, draws=2), y), net, num_data=len(x)).loss.backward()
+        sb.elbo(
+            sb.categorical(sb.sample(net, x, draws=2), y), net, num_data=len(x)
+        ).loss.backward()
         optimizer.step()
 
 
 def to_mode(net: nn.Module, x: Tensor, y: Tensor, steps: int = 500) -> None:
     """Point factors of most posterior density."""
-    sb.bayesianize(net, sb.Rank1(members=1, posterior="point", mean_init=sb.Point(1.0)), train="posterior")
+    sb.bayesianize(
+        net,
+        sb.Rank1(members=1, posterior="point", mean_init=sb.Point(1.0)),
+        train="posterior",
+    )
     factors = [p for p in net.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(factors, 0.02)
     for _ in range(steps):
@@ -77,16 +87,30 @@ def main() -> None:
     def predicted(fit: Callable[[nn.Module], object], draws: int = 200) -> Tensor:
         own = copy.deepcopy(net)
         fit(own)
-        return sb.predict(own, test, draws=draws if sb.members(own) < 10 else 1, seed=0).probs
+        return sb.predict(
+            own, test, draws=draws if sb.members(own) < 10 else 1, seed=0
+        ).probs
 
     chains = copy.deepcopy(net)
     began = time.perf_counter()
     found = sb.sample_posterior(
-        chains, data, "hmc", chains=16, draws=80, burn_in=120, thin=2, leapfrog=16, step_size=0.02, prior=PRIOR, seed=0
+        chains,
+        data,
+        "hmc",
+        chains=16,
+        draws=80,
+        burn_in=120,
+        thin=2,
+        leapfrog=16,
+        step_size=0.02,
+        prior=PRIOR,
+        seed=0,
     )
     truth = sb.predict(chains, test, keep_samples=True)
     halves = [truth.samples[k::2].mean(0) for k in (0, 1)]  # odd and even chains
-    print(f"HMC: {found.acceptance:.0%} accepted, {time.perf_counter() - began:.0f} s\n")
+    print(
+        f"HMC: {found.acceptance:.0%} accepted, {time.perf_counter() - began:.0f} s\n"
+    )
 
     def linearised(mode: bool) -> Tensor:
         own = copy.deepcopy(net)
@@ -104,22 +128,34 @@ def main() -> None:
         "plain network": lambda: net(test).softmax(1).detach(),
         "rank-1 VI": lambda: predicted(lambda m: variational(m, rank1, x, y)),
         "2-tied VI over weights": lambda: predicted(
-            lambda m: variational(m, sb.KTied(prior=sb.TiedMean(0.05), scale_init=0.02), x, y)
+            lambda m: variational(
+                m, sb.KTied(prior=sb.TiedMean(0.05), scale_init=0.02), x, y
+            )
         ),
-        "Laplace, sampled": lambda: predicted(lambda m: sb.laplace(m, data, prior=PRIOR)),
+        "Laplace, sampled": lambda: predicted(
+            lambda m: sb.laplace(m, data, prior=PRIOR)
+        ),
         "Laplace, linearised": lambda: linearised(False),
         "mode of the factors": lambda: predicted(lambda m: to_mode(m, x, y)),
         "Laplace at the mode, sampled": lambda: predicted(at_mode),
-        "Laplace at the mode, diagonal, sampled": lambda: predicted(lambda m: at_mode(m, "diagonal")),
+        "Laplace at the mode, diagonal, sampled": lambda: predicted(
+            lambda m: at_mode(m, "diagonal")
+        ),
         "Laplace at the mode, linearised": lambda: linearised(True),
         "SGLD": lambda: predicted(
-            lambda m: sb.sample_posterior(m, batches, "sgld", burn_in=1000, thin=50, step_size=0.1, **sg)
+            lambda m: sb.sample_posterior(
+                m, batches, "sgld", burn_in=1000, thin=50, step_size=0.1, **sg
+            )
         ),
         "SGHMC": lambda: predicted(
-            lambda m: sb.sample_posterior(m, batches, "sghmc", burn_in=500, thin=30, step_size=0.01, **sg)
+            lambda m: sb.sample_posterior(
+                m, batches, "sghmc", burn_in=500, thin=30, step_size=0.01, **sg
+            )
         ),
         "cyclical SGHMC": lambda: predicted(
-            lambda m: sb.sample_posterior(m, batches, "cyclical", thin=20, cycles=5, step_size=0.02, **sg)
+            lambda m: sb.sample_posterior(
+                m, batches, "cyclical", thin=20, cycles=5, step_size=0.02, **sg
+            )
         ),
     }
     print("| method | total variation | agreement | seconds |\n|---|---|---|---|")
@@ -128,7 +164,10 @@ def main() -> None:
         probs, against = run(), halves[0] if name.startswith("HMC") else truth.probs
         variation = 0.5 * (probs - against).abs().sum(1).mean()
         agreement = (probs.argmax(1) == against.argmax(1)).float().mean()
-        print(f"| {name} | {variation:.4f} | {agreement:.1%} | {time.perf_counter() - began:.1f} |", flush=True)
+        print(
+            f"| {name} | {variation:.4f} | {agreement:.1%} | {time.perf_counter() - began:.1f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -42,8 +42,23 @@ CASES: dict[str, dict[str, Any]] = {
     "rank1": {"method": RANK1},
     "rank1-split": {"method": RANK1, "rows": "split"},
     "batchensemble": {"method": {"kind": "BatchEnsemble", "members": 4}},
-    "emp": {"method": {"kind": "ModelPatch", "components": 5, "patch": "norm+output", "tau": None}},
-    "ecmp": {"method": {"kind": "ModelPatch", "components": 5, "cross": True, "patch": "norm+output", "tau": None}},
+    "emp": {
+        "method": {
+            "kind": "ModelPatch",
+            "components": 5,
+            "patch": "norm+output",
+            "tau": None,
+        }
+    },
+    "ecmp": {
+        "method": {
+            "kind": "ModelPatch",
+            "components": 5,
+            "cross": True,
+            "patch": "norm+output",
+            "tau": None,
+        }
+    },
     "ktied": {"method": {"kind": "KTied", "rank": 2}},
     "ktied-flipout": {"method": {"kind": "KTied", "rank": 2, "estimator": "flipout"}},
 }
@@ -58,11 +73,15 @@ class Pausing(Bars):
     """
 
     def __init__(
-        self, after_first: Callable[[], object] = lambda: None, after_last: Callable[[], object] = lambda: None
+        self,
+        after_first: Callable[[], object] = lambda: None,
+        after_last: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__()
         self.after_first, self.after_last, self.epochs = after_first, after_last, 0
-        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self.profiler = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CUDA]
+        )
         self.profile: dict[str, Any] | None = None
 
     def move(self, done: int, note: str = "") -> None:
@@ -72,7 +91,11 @@ class Pausing(Bars):
             if self.epochs == 1:
                 self.after_first()
             look = torch.cuda.is_available()
-            if look and self.epochs > 1 and done * (self.epochs + 1) == self.total * self.epochs:
+            if (
+                look
+                and self.epochs > 1
+                and done * (self.epochs + 1) == self.total * self.epochs
+            ):
                 self.profiler.start()
             if done == self.total:
                 if look and self.epochs > 2:
@@ -86,13 +109,20 @@ def images(rows: int) -> Dataset:
     source = torch.Generator().manual_seed(0)
     x = torch.randint(256, (rows, 3, 32, 32), dtype=torch.uint8, generator=source)
     y = torch.randint(10, (rows,), generator=source)
-    return Dataset("random images", {"train": Split(x, y), "test": Split(x[:500], y[:500])}, tuple(map(str, range(10))))
+    return Dataset(
+        "random images",
+        {"train": Split(x, y), "test": Split(x[:500], y[:500])},
+        tuple(map(str, range(10))),
+    )
 
 
 def cases_of(config: Path) -> dict[str, dict[str, Any]]:
     """The methods of a config's rows."""
     found = {row: load(f"{config}#{row}") for row in row_names(read_tree(config))}
-    return {row: {"method": one.resolved["method"], "rows": one.train.rows} for row, one in found.items()}
+    return {
+        row: {"method": one.resolved["method"], "rows": one.train.rows}
+        for row, one in found.items()
+    }
 
 
 def run(
@@ -116,10 +146,19 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         with bars or Pausing() as bars:
-            fit(experiment, Path(folder) / "run", Execution(compile=compiled, graph=graph), dataset=data, watcher=bars)
+            fit(
+                experiment,
+                Path(folder) / "run",
+                Execution(compile=compiled, graph=graph),
+                dataset=data,
+                watcher=bars,
+            )
         cost = json.loads((Path(folder) / "run" / "cost.json").read_text())
         curve = [
-            float(line.split(",")[2]) for line in (Path(folder) / "run" / "metrics.csv").read_text().splitlines()[1:]
+            float(line.split(",")[2])
+            for line in (Path(folder) / "run" / "metrics.csv")
+            .read_text()
+            .splitlines()[1:]
         ]
     every = cost["epoch_seconds"]
     seconds = sorted(every[1 : -1 if bars.profile else None] or every)
@@ -133,7 +172,9 @@ def run(
 
 def augmentation(data: Dataset) -> float:
     """Seconds that crops and flips of one epoch take on the GPU, replayed as a graph."""
-    x = (data.train.x[:128].cuda().float() / 255).contiguous(memory_format=torch.channels_last)
+    x = (data.train.x[:128].cuda().float() / 255).contiguous(
+        memory_format=torch.channels_last
+    )
     pad_crop_flip(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -148,29 +189,52 @@ def augmentation(data: Dataset) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--rows", type=int, default=50_000)
-    parser.add_argument("--config", type=Path, help="time the methods of its rows instead")
+    parser.add_argument(
+        "--config", type=Path, help="time the methods of its rows instead"
+    )
     parser.add_argument("--only")
     parser.add_argument("--modes", default="graph")
-    parser.add_argument("--jobs", type=int, default=1, help="cases that compile side by side")
-    parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)  # how this script calls itself
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="cases that compile side by side"
+    )
+    parser.add_argument(
+        "--lock", type=Path, help=argparse.SUPPRESS
+    )  # how this script calls itself
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     data, cases = images(args.rows), cases_of(args.config) if args.config else CASES
     names = args.only.split(",") if args.only else list(cases)
-    record: dict[str, Any] = {"environment": environment(), "rows": args.rows, "results": []}
+    record: dict[str, Any] = {
+        "environment": environment(),
+        "rows": args.rows,
+        "results": [],
+    }
     if torch.cuda.is_available() and not args.lock:
         record["augmentation_seconds_per_epoch"] = augmentation(data)
     with ExitStack() as stack, ThreadPoolExecutor(args.jobs) as pool:
 
         def alone(job: tuple[str, str]) -> dict[str, Any]:
             """A case in a process of its own, which waits for the lock when it is to be timed."""
-            words = [sys.executable, __file__, "--only", job[1], "--modes", job[0], "--lock", str(lock)]
+            words = [
+                sys.executable,
+                __file__,
+                "--only",
+                job[1],
+                "--modes",
+                job[0],
+                "--lock",
+                str(lock),
+            ]
             words += ["--epochs", str(args.epochs), "--rows", str(args.rows)]
             words += ["--config", str(args.config)] if args.config else []
-            text = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
+            text = subprocess.run(
+                words, check=True, stdout=subprocess.PIPE, text=True
+            ).stdout
             return json.loads(text.splitlines()[-1])  # type: ignore[no-any-return]
 
         def here(job: tuple[str, str]) -> dict[str, Any]:
@@ -178,7 +242,10 @@ def main() -> None:
             bars = Pausing(lambda: held.enter_context(_locked(args.lock)), held.close)
             return run(job[1], job[0], data, args.epochs, cases=cases, bars=bars)
 
-        lock = args.lock or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "lock"
+        lock = (
+            args.lock
+            or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "lock"
+        )
         jobs = [(mode, name) for mode in args.modes.split(",") for name in names]
         for found in pool.map(alone, jobs) if args.jobs > 1 else map(here, jobs):
             record["results"].append(found)

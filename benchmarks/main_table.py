@@ -26,7 +26,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "cifar10"
 HUNDRED = ROOT / "results" / "cifar100"
 CONFIG = ROOT / "experiments" / "cifar10" / "methods.yaml"
-PLAIN, SMALL = "plain", 0.02  # the share of parameters that a method may add and still be of the plain network's size
+PLAIN, SMALL = (
+    "plain",
+    0.02,
+)  # the share of parameters that a method may add and still be of the plain network's size
 Scores = dict[int, dict[str, float]]  # by seed
 MARKS = ("<!-- results -->\n", "<!-- /results -->\n")
 COMMAND = 'slimbayes sweep experiments/cifar10/methods.yaml --over "seed=[0, 1, 2, 3, 4]" --jobs 8'
@@ -70,9 +73,15 @@ def take(folder: Path, results: Path = RESULTS.parent) -> None:
         record = read(file)
         kept = results / record.data / file.parents[1].name
         kept.mkdir(parents=True, exist_ok=True)
-        told = [re.sub(r"(?<!\S)[/~]\S*?(runs/\S+|[^/\s]+)(?!\S)", r"\1", line) for line in record.commands]
+        told = [
+            re.sub(r"(?<!\S)[/~]\S*?(runs/\S+|[^/\s]+)(?!\S)", r"\1", line)
+            for line in record.commands
+        ]
         slug = re.sub(r"[^a-z0-9.]+", "-", record.name.lower())
-        write(kept / f"{slug}-{record.seed}.json", record.model_copy(update={"commands": told}))
+        write(
+            kept / f"{slug}-{record.seed}.json",
+            record.model_copy(update={"commands": told}),
+        )
 
 
 def kept_records(results: Path = RESULTS) -> list[Record]:
@@ -80,7 +89,9 @@ def kept_records(results: Path = RESULTS) -> list[Record]:
     rows = row_names(read_tree(CONFIG))
     order = {load(f"{CONFIG}#{row}").name: place for place, row in enumerate(rows)}
     records = [read(file) for file in sorted((results / "methods").glob("*.json"))]
-    return sorted(records, key=lambda record: (order.get(record.name, len(order)), record.seed))
+    return sorted(
+        records, key=lambda record: (order.get(record.name, len(order)), record.seed)
+    )
 
 
 def kept_attempts(results: Path = RESULTS) -> list[Record]:
@@ -91,14 +102,22 @@ def kept_attempts(results: Path = RESULTS) -> list[Record]:
 # --- tables ---
 
 
-def difference(found: Mapping[str, Scores], name: str, score: str) -> tuple[float, float] | None:
+def difference(
+    found: Mapping[str, Scores], name: str, score: str
+) -> tuple[float, float] | None:
     """The 95 % interval of a method's differences from the plain network over the seeds that both have."""
     ours, plain = found[name], found.get(PLAIN, {})
     shared = [s for s in ours if s in plain and score in ours[s] and score in plain[s]]
-    return t_interval([ours[s][score] - plain[s][score] for s in shared]) if len(shared) >= FEWEST else None
+    return (
+        t_interval([ours[s][score] - plain[s][score] for s in shared])
+        if len(shared) >= FEWEST
+        else None
+    )
 
 
-def better(found: Mapping[str, Scores], name: str, score: str, less: bool) -> bool | None:
+def better(
+    found: Mapping[str, Scores], name: str, score: str, less: bool
+) -> bool | None:
     """Whether it is better than the plain network beyond noise, worse, or neither can be said."""
     interval = difference(found, name, score)
     if interval is None or interval[0] <= 0 <= interval[1]:
@@ -110,14 +129,33 @@ def costs(results: Path = RESULTS) -> dict[str, float]:
     """What training a method takes, in epochs of the plain network, by epochs timed with the GPU to themselves."""
     if not (file := results / "cost.json").exists():
         return {}
-    seconds = {one["case"]: one["seconds_per_epoch"] for one in json.loads(file.read_text())["results"]}
-    rows = [(row, load(f"{CONFIG}#{row}")) for row in row_names(read_tree(CONFIG)) if row in seconds]
-    return {one.name: one.train.epochs * seconds[row] / seconds[PLAIN] for row, one in rows}
+    seconds = {
+        one["case"]: one["seconds_per_epoch"]
+        for one in json.loads(file.read_text())["results"]
+    }
+    rows = [
+        (row, load(f"{CONFIG}#{row}"))
+        for row in row_names(read_tree(CONFIG))
+        if row in seconds
+    ]
+    return {
+        one.name: one.train.epochs * seconds[row] / seconds[PLAIN] for row, one in rows
+    }
 
 
 def table(found: Mapping[str, Scores], cost: Mapping[str, float]) -> list[str]:
-    shown = [column for column in COLUMNS if any(column[0] in one for mine in found.values() for one in mine.values())]
-    heads = ["method", "more parameters", *(["cost"] if cost else []), *(column[1] for column in shown), "seeds"]
+    shown = [
+        column
+        for column in COLUMNS
+        if any(column[0] in one for mine in found.values() for one in mine.values())
+    ]
+    heads = [
+        "method",
+        "more parameters",
+        *(["cost"] if cost else []),
+        *(column[1] for column in shown),
+        "seeds",
+    ]
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
     for name, mine in found.items():
         cells = []
@@ -134,14 +172,28 @@ def table(found: Mapping[str, Scores], cost: Mapping[str, float]) -> list[str]:
 def reading(found: Mapping[str, Scores]) -> str:
     """What the table says, in sentences made from its numbers."""
     out = []
-    for score, words in (("nll", "on clean images"), ("corrupted_nll", "on corrupted ones")):
-        means = {name: mean([one[score] for one in mine.values()]) for name, mine in found.items()}
+    for score, words in (
+        ("nll", "on clean images"),
+        ("corrupted_nll", "on corrupted ones"),
+    ):
+        means = {
+            name: mean([one[score] for one in mine.values()])
+            for name, mine in found.items()
+        }
         best = min(means, key=lambda name: means[name])
         others = [name for name in found if name != PLAIN]
         sure = any(difference(found, name, score) for name in others)
-        sides = {n: better(found, n, score, True) if sure else means[n] < means[PLAIN] for n in others}
-        ahead, behind = ([n for n, side in sides.items() if side is want] for want in (True, False))
-        first, noise = "" if best == PLAIN else f", plain {means[PLAIN]:.3f}", " beyond noise" if sure else ""
+        sides = {
+            n: better(found, n, score, True) if sure else means[n] < means[PLAIN]
+            for n in others
+        }
+        ahead, behind = (
+            [n for n, side in sides.items() if side is want] for want in (True, False)
+        )
+        first, noise = (
+            "" if best == PLAIN else f", plain {means[PLAIN]:.3f}",
+            " beyond noise" if sure else "",
+        )
         out.append(
             f"By NLL {words} {best} is best ({means[best]:.3f}{first}). Better than plain{noise}: "
             f"{'; '.join(ahead) or 'none'}. Worse: {len(behind)} of {len(others)}."
@@ -149,7 +201,10 @@ def reading(found: Mapping[str, Scores]) -> str:
     out += _against_ensemble(found)
     few = [name for name in others if difference(found, name, "nll") is None]
     if not sure:
-        out.insert(0, f"Fewer than {FEWEST} seeds are common to plain and any method: nothing is beyond noise yet.")
+        out.insert(
+            0,
+            f"Fewer than {FEWEST} seeds are common to plain and any method: nothing is beyond noise yet.",
+        )
     elif few:
         out.append(f"Not judged yet, with fewer than {FEWEST} seeds: {'; '.join(few)}.")
     return " ".join(out)
@@ -160,11 +215,18 @@ def _against_ensemble(found: Mapping[str, Scores]) -> list[str]:
     if ENSEMBLE not in found:
         return []
     means = {
-        name: [mean([one[score] for one in mine.values()]) for score in ("nll", "corrupted_nll", "overhead")]
+        name: [
+            mean([one[score] for one in mine.values()])
+            for score in ("nll", "corrupted_nll", "overhead")
+        ]
         for name, mine in found.items()
     }
     clean, corrupted, _ = means[ENSEMBLE]
-    small = [n for n, (a, b, more) in means.items() if n != PLAIN and more <= SMALL and a < clean and b < corrupted]
+    small = [
+        n
+        for n, (a, b, more) in means.items()
+        if n != PLAIN and more <= SMALL and a < clean and b < corrupted
+    ]
     return [
         f"Of the methods with at most {SMALL:.0%} more parameters, {'; '.join(small) or 'none'} "
         f"{'is' if len(small) < 2 else 'are'} below the deep ensemble's means ({clean:.3f} and {corrupted:.3f}) on "
@@ -200,23 +262,32 @@ def block(
 
 
 def _budget(records: Sequence[Record]) -> int:
-    epochs: list[int] = [record.config["train"]["epochs"] for record in records if record.name == PLAIN]
+    epochs: list[int] = [
+        record.config["train"]["epochs"] for record in records if record.name == PLAIN
+    ]
     return epochs[0]
 
 
 def cifar_page(results: Path = RESULTS) -> str:
     """What stands between the marks of experiments/cifar10/README.md."""
     parts = []
-    kept = {name: sorted((results / name).glob("*.json")) for name in ("methods", "tune")}
+    kept = {
+        name: sorted((results / name).glob("*.json")) for name in ("methods", "tune")
+    }
     if kept["methods"]:
         for on in ("test", "corrupted", "shift", "ood"):
             parts.append(compare(kept["methods"], baseline=PLAIN, on=on).to_markdown())
     else:
         parts.append("There are no records of methods.yaml yet.\n")
     if kept["tune"]:
-        shown = compare(kept["tune"], on="validation", metrics=["nll", "accuracy", "ece"]).to_markdown()
+        shown = compare(
+            kept["tune"], on="validation", metrics=["nll", "accuracy", "ece"]
+        ).to_markdown()
         parts.append(f"Candidates of tune.yaml, by validation rows:\n\n{shown}")
-    parts += [hundred_page(kept_records(results.parent / HUNDRED.name)), attempts(kept_attempts(results))]
+    parts += [
+        hundred_page(kept_records(results.parent / HUNDRED.name)),
+        attempts(kept_attempts(results)),
+    ]
     return "\n".join(parts) + "\n"
 
 
@@ -241,17 +312,30 @@ def figure(found: Mapping[str, Scores]) -> str:
         f'<rect width="800" height="{high}" fill="white"/>',
     ]
     for row, name in enumerate(found):
-        parts.append(f'<text x="150" y="{44 + 24 * row}" text-anchor="end">{name}</text>')
-    for left, score, title in ((170, "nll", "NLL, clean"), (510, "corrupted_nll", "NLL, corrupted")):
+        parts.append(
+            f'<text x="150" y="{44 + 24 * row}" text-anchor="end">{name}</text>'
+        )
+    for left, score, title in (
+        (170, "nll", "NLL, clean"),
+        (510, "corrupted_nll", "NLL, corrupted"),
+    ):
         parts += _panel(found, score, title, left, high)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _panel(found: Mapping[str, Scores], score: str, title: str, left: int, high: int) -> Iterator[str]:
+def _panel(
+    found: Mapping[str, Scores], score: str, title: str, left: int, high: int
+) -> Iterator[str]:
     """A row of dots for each method, from `left` on 260 wide."""
-    values = {name: [one[score] for one in mine.values() if score in one] for name, mine in found.items()}
+    values = {
+        name: [one[score] for one in mine.values() if score in one]
+        for name, mine in found.items()
+    }
     spans = {name: (min(v), max(v)) for name, v in values.items() if v}
-    least, most = min(span[0] for span in spans.values()), max(span[1] for span in spans.values())
+    least, most = (
+        min(span[0] for span in spans.values()),
+        max(span[1] for span in spans.values()),
+    )
 
     def x(value: float) -> float:
         return left + 10 + 240 * (value - least) / max(most - least, 1e-9)
@@ -284,38 +368,62 @@ class Budget(NamedTuple):
 
     @property
     def cost(self) -> str:
-        return f"{self.epochs[PLAIN]} plain epochs" if PLAIN in self.epochs else "unknown: its plain network is missing"
+        return (
+            f"{self.epochs[PLAIN]} plain epochs"
+            if PLAIN in self.epochs
+            else "unknown: its plain network is missing"
+        )
 
     @property
     def small(self) -> list[str]:
         """Of nearly the plain network's size, its own rows left out."""
-        return [n for n, m in self.means.items() if m["overhead"] <= SMALL and not n.startswith(PLAIN)]
+        return [
+            n
+            for n, m in self.means.items()
+            if m["overhead"] <= SMALL and not n.startswith(PLAIN)
+        ]
 
     def shown(self, name: str) -> str:
-        return f"{self.means[name]['nll']:.3f} and {self.means[name]['corrupted_nll']:.3f}"
+        return (
+            f"{self.means[name]['nll']:.3f} and {self.means[name]['corrupted_nll']:.3f}"
+        )
 
 
 def budgets(records: Sequence[Record]) -> Iterator[Budget]:
     """By cost, those of which something has been run."""
     for start in STARTS:
-        own = [r for r in records if max((s for s in STARTS if r.name.startswith(s)), key=len) == start]
-        found = {name.removeprefix(start): seeds for name, seeds in methods(own).items()}
+        own = [
+            r
+            for r in records
+            if max((s for s in STARTS if r.name.startswith(s)), key=len) == start
+        ]
+        found = {
+            name.removeprefix(start): seeds for name, seeds in methods(own).items()
+        }
         order = sorted(found, key=lambda name: _means(found[name])["validation_nll"])
         epochs = {r.name.removeprefix(start): r.config["train"]["epochs"] for r in own}
         if own:
-            yield Budget({n: _means(found[n]) for n in order}, epochs, {n: len(found[n]) for n in order})
+            yield Budget(
+                {n: _means(found[n]) for n in order},
+                epochs,
+                {n: len(found[n]) for n in order},
+            )
 
 
 def _means(seeds: Scores) -> dict[str, float]:
     names = ("overhead", "validation_nll", "nll", "accuracy", "corrupted_nll")
-    return {n: mean([one[n] for one in seeds.values() if n in one] or [nan]) for n in names}
+    return {
+        n: mean([one[n] for one in seeds.values() if n in one] or [nan]) for n in names
+    }
 
 
 def attempts(records: Sequence[Record]) -> str:
     """Every attempt, by cost, then best first by validation rows."""
     if not records:
         return f"Attempts of moonshot.yaml: none has been run yet. `{MOONSHOT}`\n"
-    lines = ["| cost | attempt | more parameters | validation NLL | NLL | accuracy, % | corrupted NLL | seeds |"]
+    lines = [
+        "| cost | attempt | more parameters | validation NLL | NLL | accuracy, % | corrupted NLL | seeds |"
+    ]
     lines.append("|---|---|" + "---:|" * 6)
     for budget in budgets(records):
         for name, m in budget.means.items():
@@ -323,8 +431,21 @@ def attempts(records: Sequence[Record]) -> str:
                 f"| {budget.cost} | {name} | {m['overhead']:.1%} | {m['validation_nll']:.3f} | {m['nll']:.3f} | "
                 f"{100 * m['accuracy']:.2f} | {m['corrupted_nll']:.3f} | {budget.seeds[name]} |"
             )
-    title = f"Every attempt that was run, by cost, then by validation rows; `{MOONSHOT}`:"
-    return "\n".join([title, "", *lines, "", *(f"- {_goal(budget)}" for budget in budgets(records))]) + "\n"
+    title = (
+        f"Every attempt that was run, by cost, then by validation rows; `{MOONSHOT}`:"
+    )
+    return (
+        "\n".join(
+            [
+                title,
+                "",
+                *lines,
+                "",
+                *(f"- {_goal(budget)}" for budget in budgets(records)),
+            ]
+        )
+        + "\n"
+    )
 
 
 def _goal(budget: Budget) -> str:
@@ -333,11 +454,18 @@ def _goal(budget: Budget) -> str:
         return f"Cost {budget.cost}: the deep ensemble has not been run, nothing can be said about the goal."
     sides: dict[tuple[bool, ...], list[str]] = {}
     for name in [PLAIN, *budget.small] if PLAIN in budget.means else budget.small:
-        below = (budget.means[name][score] < budget.means[_ENSEMBLE][score] for score in ("nll", "corrupted_nll"))
+        below = (
+            budget.means[name][score] < budget.means[_ENSEMBLE][score]
+            for score in ("nll", "corrupted_nll")
+        )
         sides.setdefault(tuple(below), []).append(name)
     words = {(True, True): "on both", (True, False): "on clean ones alone", (False, True): "on corrupted ones alone",
              (False, False): "on neither"}  # fmt: skip
-    told = "; ".join(f"{text} {', '.join(sides[side])}" for side, text in words.items() if side in sides)
+    told = "; ".join(
+        f"{text} {', '.join(sides[side])}"
+        for side, text in words.items()
+        if side in sides
+    )
     reached = [name for name in sides.get((True, True), []) if name != PLAIN]
     return (
         f"Cost {budget.cost}: members of the deep ensemble train for {budget.epochs[_ENSEMBLE]} epochs each, NLL "
@@ -348,10 +476,14 @@ def _goal(budget: Budget) -> str:
 
 def summit(records: Sequence[Record]) -> str:
     """A sentence about the largest cost: ensemble, plain network, and the attempt that validation rows choose."""
-    budget = max(budgets(records), key=lambda one: one.epochs.get(PLAIN, 0), default=None)
+    budget = max(
+        budgets(records), key=lambda one: one.epochs.get(PLAIN, 0), default=None
+    )
     if budget is None or not {PLAIN, _ENSEMBLE} <= set(budget.means):
         return ""
-    own = f"none of the attempts with at most {SMALL:.0%} more parameters has been judged"
+    own = (
+        f"none of the attempts with at most {SMALL:.0%} more parameters has been judged"
+    )
     if budget.small:
         own = f"{budget.shown(budget.small[0])} for {budget.small[0]}, which validation images choose of the attempts "
         own += f"with at most {SMALL:.0%} more parameters"
@@ -369,7 +501,10 @@ def main(words: Sequence[str]) -> None:
         take(Path(words[1]))
     records = kept_records()
     shown = block(records, longer=kept_attempts(), hundred=kept_records(HUNDRED))
-    for file, middle in ((ROOT / "README.md", shown), (CONFIG.with_name("README.md"), cifar_page())):
+    for file, middle in (
+        (ROOT / "README.md", shown),
+        (CONFIG.with_name("README.md"), cifar_page()),
+    ):
         file.write_text(between(file.read_text(), MARKS, middle))
     if records:
         (ROOT / "docs" / "cifar10.svg").write_text(figure(methods(records)))

@@ -69,11 +69,18 @@ open_task(Data(name="uci/year"), sys.argv[1])
 def measured(code: str, *words: object) -> dict[str, float]:
     """Seconds and peak memory of a program."""
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code + PEAK, *map(str, words)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code + PEAK, *map(str, words)],
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     *printed, peak = map(int, done.stdout.split())
-    spent = {"seconds": round(time.perf_counter() - start, 1), "peak": round(peak / 1024, 1)}
+    spent = {
+        "seconds": round(time.perf_counter() - start, 1),
+        "peak": round(peak / 1024, 1),
+    }
     return spent | ({"printed": printed[0]} if printed else {})
 
 
@@ -83,7 +90,9 @@ def write_rows(file: Path, rows: int, columns: int, names: bool) -> Path:
         stream.write(",".join(f"c{i}" for i in range(columns)) + "\n" if names else "")
         for start in range(0, rows, 10_000):
             block = source.normal(size=(min(10_000, rows - start), columns))
-            stream.writelines(",".join(f"{v:.6g}" for v in line) + "\n" for line in block.tolist())
+            stream.writelines(
+                ",".join(f"{v:.6g}" for v in line) + "\n" for line in block.tolist()
+            )
     return file
 
 
@@ -96,17 +105,28 @@ def library(rows: int, train_rows: int) -> dict[str, Any]:
         inputs = 4 * rows * FEATURES / 2**20 if form == "tensor" else 0.0
         held = inputs + most.pop("printed", 0.0) / 2**20
         above = round(most["peak"] - least["peak"] - held, 1)
-        found[form] = {"least": least["peak"], **most, "inputs and result": round(held, 1), "above": above}
+        found[form] = {
+            "least": least["peak"],
+            **most,
+            "inputs and result": round(held, 1),
+            "above": above,
+        }
     return found
 
 
 def cli(rows: int, train_rows: int) -> dict[str, Any]:
     """Rows through the command line's own functions."""
-    found: dict[str, Any] = {"rows": rows, "train_rows": train_rows, "torch": measured("import torch\n")}
+    found: dict[str, Any] = {
+        "rows": rows,
+        "train_rows": train_rows,
+        "torch": measured("import torch\n"),
+    }
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         measured(FIT.format(features=FEATURES, classes=CLASSES), folder / "run")
-        small, large = (write_rows(folder / f"{n}.csv", n, FEATURES, False) for n in (100, rows))
+        small, large = (
+            write_rows(folder / f"{n}.csv", n, FEATURES, False) for n in (100, rows)
+        )
         for kind in ("csv", "json", "npz"):
             least = measured(PREDICT, folder / "run", small, folder / f"p.{kind}")
             most = measured(PREDICT, folder / "run", large, folder / f"p.{kind}")
@@ -115,9 +135,18 @@ def cli(rows: int, train_rows: int) -> dict[str, Any]:
         for count in (1000, train_rows):
             (folder / str(count) / "uci").mkdir(parents=True)
             write_rows(folder / str(count) / "uci" / "year.csv", count, COLUMNS, True)
-        for name, code in (("read a table", READ), ("read and split it for training", TRAIN)):
-            least, most = (measured(code, folder / str(count)) for count in (1000, train_rows))
-            found[name] = {"least": least["peak"], **most, "above": round(most["peak"] - least["peak"], 1)}
+        for name, code in (
+            ("read a table", READ),
+            ("read and split it for training", TRAIN),
+        ):
+            least, most = (
+                measured(code, folder / str(count)) for count in (1000, train_rows)
+            )
+            found[name] = {
+                "least": least["peak"],
+                **most,
+                "above": round(most["peak"] - least["peak"], 1),
+            }
     return found
 
 
@@ -125,13 +154,17 @@ WHAT: dict[str, Callable[[int, int], dict[str, Any]]] = {"library": library, "cl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--what", choices=list(WHAT), required=True)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--train-rows", type=int, default=5_000_000)
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
-    text = json.dumps({chosen.what: WHAT[chosen.what](chosen.rows, chosen.train_rows)}, indent=1)
+    text = json.dumps(
+        {chosen.what: WHAT[chosen.what](chosen.rows, chosen.train_rows)}, indent=1
+    )
     print(text)
     if chosen.out:
         chosen.out.write_text(text + "\n")

@@ -16,7 +16,12 @@ MEMORY = {
     "plain residual block keeps the sum alone: one activation more for each block, and one for each shortcut."
 }
 ON_CPU = {"small"}  # cases that belong to a CPU, wherever they run
-COLUMNS = {"train": "step", "predict": "prediction", "peak": "memory", "seconds": "s per epoch"}
+COLUMNS = {
+    "train": "step",
+    "predict": "prediction",
+    "peak": "memory",
+    "seconds": "s per epoch",
+}
 
 
 class Target(NamedTuple):
@@ -45,12 +50,28 @@ def several(
     rivals: tuple[str, ...] = (),
 ) -> list[Target]:
     """Targets of one method; numbers such as {"step eager": (goal, before)}."""
-    names = {"step": "train_ratio", "prediction": "predict_ratio", "memory": "peak_ratio", "epoch": "seconds"}
+    names = {
+        "step": "train_ratio",
+        "prediction": "predict_ratio",
+        "memory": "peak_ratio",
+        "epoch": "seconds",
+    }
     methods = (methods,) if isinstance(methods, str) else methods
     out = []
     for words, (goal, before) in numbers.items():
         what, _, mode = words.partition(" ")
-        out.append(Target(workload, case, mode or "compiled", methods, names[what], goal, before, rivals))
+        out.append(
+            Target(
+                workload,
+                case,
+                mode or "compiled",
+                methods,
+                names[what],
+                goal,
+                before,
+                rivals,
+            )
+        )
     return out
 
 
@@ -125,10 +146,22 @@ def page(record: dict[str, Any], cpu: dict[str, Any] | None = None) -> str:
     """docs/performance.md; rows of cases for a CPU are those of a record of their own, if there is one."""
     if cpu is not None:
         kept = [row for row in record["results"] if row["case"] not in ON_CPU]
-        record = record | {"results": kept + [row for row in cpu["results"] if row["case"] in ON_CPU]}
-        record["note"] = " ".join([*([record["note"]] if "note" in record else []), _of_cpu(cpu["machine"])])
-    rows: Table = {(row["case"], row["mode"], row["method"]): row for row in record["results"]}
-    parts = [_head(record, rows), _targets(rows), _missed(rows), _steps(rows), _scale(record["results"])]
+        record = record | {
+            "results": kept + [row for row in cpu["results"] if row["case"] in ON_CPU]
+        }
+        record["note"] = " ".join(
+            [*([record["note"]] if "note" in record else []), _of_cpu(cpu["machine"])]
+        )
+    rows: Table = {
+        (row["case"], row["mode"], row["method"]): row for row in record["results"]
+    }
+    parts = [
+        _head(record, rows),
+        _targets(rows),
+        _missed(rows),
+        _steps(rows),
+        _scale(record["results"]),
+    ]
     parts.append(_rest(record))
     return "\n".join(line for part in parts for line in [*part, ""]).rstrip() + "\n"
 
@@ -142,7 +175,10 @@ def _of_cpu(machine: dict[str, Any]) -> str:
 
 def measured(target: Target, rows: Table, mode: str = "") -> tuple[Row, float] | None:
     """The row of the method with the fastest step, for its memory too, and its number; None if it has none."""
-    some = [rows.get((target.case, mode or target.mode, method), {}) for method in target.methods]
+    some = [
+        rows.get((target.case, mode or target.mode, method), {})
+        for method in target.methods
+    ]
     speed = "seconds" if target.number == "seconds" else "train_ratio"
     some = [row for row in some if row.get(speed) is not None]
     best = min(some, key=lambda row: row[speed], default={})
@@ -164,16 +200,25 @@ def state(target: Target, rows: Table) -> str:
         return "not measured"
     found = [some for some in (first, recorded(target, rows)) if some is not None]
     halves = [(number, _half(row, target.number)) for row, number in found]
-    spans = [(round(number - half, 2), round(number + half, 2)) for number, half in halves]
+    spans = [
+        (round(number - half, 2), round(number + half, 2)) for number, half in halves
+    ]
     if any(high <= target.goal for _, high in spans):
         return "met"
     return "missed" if all(low > target.goal for low, _ in spans) else "unclear"
 
 
 def _head(record: dict[str, Any], rows: Table) -> list[str]:
-    said = {key: value for key, value in record["machine"].items() if key not in ("device", "cores", "threads")}
+    said = {
+        key: value
+        for key, value in record["machine"].items()
+        if key not in ("device", "cores", "threads")
+    }
     states = [state(target, rows) for target in TARGETS]
-    counted = {name: states.count(name) for name in ("met", "missed", "unclear", "not measured")}
+    counted = {
+        name: states.count(name)
+        for name in ("met", "missed", "unclear", "not measured")
+    }
     return [
         "# What it costs",
         "",
@@ -201,12 +246,21 @@ def _head(record: dict[str, Any], rows: Table) -> list[str]:
 def _older(record: dict[str, Any]) -> list[str]:
     """Which rows were not measured again when others were."""
     older: dict[tuple[str, str], list[str]] = {}
-    anew = {(row["case"], row["mode"]) for row in record["results"] if not row.get("older")}
+    anew = {
+        (row["case"], row["mode"]) for row in record["results"] if not row.get("older")
+    }
     for row in record["results"]:
         if row.get("older"):
             older.setdefault((row["case"], row["mode"]), []).append(row["method"])
-    found = sorted(f"{at[0]} ({at[1]}{': ' + ', '.join(some) if at in anew else ''})" for at, some in older.items())
-    return [f"Of an earlier version, and not measured since: {', '.join(found)}."] if found else []
+    found = sorted(
+        f"{at[0]} ({at[1]}{': ' + ', '.join(some) if at in anew else ''})"
+        for at, some in older.items()
+    )
+    return (
+        [f"Of an earlier version, and not measured since: {', '.join(found)}."]
+        if found
+        else []
+    )
 
 
 def _targets(rows: Table) -> list[str]:
@@ -214,8 +268,20 @@ def _targets(rows: Table) -> list[str]:
     for target in TARGETS:
         said = state(target, rows)
         found = [_ratio(one(target, rows), target) for one in (measured, recorded)]
-        goals = [target.workload, target.what, _number(target.before), _number(target.goal)]
-        lines.append([*goals, *found, f"**{said}**" if said == "missed" else said, _rivals(target, rows)])
+        goals = [
+            target.workload,
+            target.what,
+            _number(target.before),
+            _number(target.goal),
+        ]
+        lines.append(
+            [
+                *goals,
+                *found,
+                f"**{said}**" if said == "missed" else said,
+                _rivals(target, rows),
+            ]
+        )
     return ["## Targets", "", *table(lines)]
 
 
@@ -235,7 +301,11 @@ def _rivals(target: Target, rows: Table) -> str:
 def _ratio(found: tuple[Row, float] | None, target: Target) -> str:
     if not found:
         return "-"
-    way = ", loss compiled" if found[0].get("method", "").endswith("loss compiled") else ""
+    way = (
+        ", loss compiled"
+        if found[0].get("method", "").endswith("loss compiled")
+        else ""
+    )
     return _number(found[1]) + _spread(found[0], target.number) + way
 
 
@@ -261,9 +331,17 @@ def _missed(rows: Table) -> list[str]:
         found = measured(target, rows)
         if found is not None and state(target, rows) != "met":
             plain = rows.get((target.case, target.mode, "plain"), {})
-            lines.append(f"- {target.workload}, {target.what}: {_reading(target, found[0], plain)}")
+            lines.append(
+                f"- {target.workload}, {target.what}: {_reading(target, found[0], plain)}"
+            )
     rule = f"From a profile of one call. A GPU busy for less than {BUSY:.0%} of the time is read as waiting for Python."
-    return ["## Why targets are missed or unclear", "", rule, "", *(lines or ["None is."])]
+    return [
+        "## Why targets are missed or unclear",
+        "",
+        rule,
+        "",
+        *(lines or ["None is."]),
+    ]
 
 
 def _reading(target: Target, row: Row, plain: Row) -> str:
@@ -279,48 +357,85 @@ def _reading(target: Target, row: Row, plain: Row) -> str:
         return f"{ours['kernels']} operations, plain {theirs.get('kernels', 0)}."
     wall, busy = row[f"{kind}_ms"], ours["busy_ms"]
     text = f"the GPU is busy for {busy:.2f} of {wall:.2f} ms with {ours['kernels']} kernels"
-    text += f" and {row['graph_breaks']} graph breaks" if row.get("graph_breaks") else ""
+    text += (
+        f" and {row['graph_breaks']} graph breaks" if row.get("graph_breaks") else ""
+    )
     if "busy_ms" in theirs:
         text += f", plain {theirs['busy_ms']:.2f} of {plain[f'{kind}_ms']:.2f} ms with {theirs['kernels']}"
     if busy > 1.1 * wall:
         return f"{text}: others used the GPU while it was profiled, which says nothing then."
     if busy < BUSY * wall:
         return f"{text}: bound by Python."
-    longest = ", ".join(f"`{name[:48]}` x {count} {ms:.2f} ms" for name, count, ms in ours["longest"][:3])
+    longest = ", ".join(
+        f"`{name[:48]}` x {count} {ms:.2f} ms"
+        for name, count, ms in ours["longest"][:3]
+    )
     return f"{text}: bound by kernels; the longest are {longest}."
 
 
 def _steps(rows: Table) -> list[str]:
     lines = ["## Everything measured", "", "Ratios to plain, and milliseconds."]
-    for case in dict.fromkeys(key[0] for key in rows if not key[0].startswith(("scale", "lab"))):
+    for case in dict.fromkeys(
+        key[0] for key in rows if not key[0].startswith(("scale", "lab"))
+    ):
         mine = {key: row for key, row in rows.items() if key[0] == case}
         heads = [
-            (m, k) for m in ("compiled", "recorded", "eager") for k in ("train", "predict", "peak") if _any(mine, m, k)
+            (m, k)
+            for m in ("compiled", "recorded", "eager")
+            for k in ("train", "predict", "peak")
+            if _any(mine, m, k)
         ]
         shown = [["", *(f"{COLUMNS[kind]}, {mode}" for mode, kind in heads)]]
-        for method in dict.fromkeys(key[2] for key in mine if key[2] not in ("rest", "all")):
-            shown.append([method, *(_cell(rows.get((case, mode, method), {}), kind) for mode, kind in heads)])
+        for method in dict.fromkeys(
+            key[2] for key in mine if key[2] not in ("rest", "all")
+        ):
+            shown.append(
+                [
+                    method,
+                    *(
+                        _cell(rows.get((case, mode, method), {}), kind)
+                        for mode, kind in heads
+                    ),
+                ]
+            )
         lines += ["", f"### {next(iter(mine.values()))['sizes']}", "", *table(shown)]
     lab = [row for key, row in rows.items() if key[0] == "lab" and "seconds" in row]
     if lab:
-        shown = [[row["method"], f"{row['seconds']:.2f}", "; ".join(row["messages"])] for row in lab]
-        lines += ["", f"### Lab: {lab[0]['sizes']}", "", *table([["", "s per epoch", "remarks"], *shown])]
+        shown = [
+            [row["method"], f"{row['seconds']:.2f}", "; ".join(row["messages"])]
+            for row in lab
+        ]
+        lines += [
+            "",
+            f"### Lab: {lab[0]['sizes']}",
+            "",
+            *table([["", "s per epoch", "remarks"], *shown]),
+        ]
     return lines
 
 
 def _any(rows: Table, mode: str, kind: str) -> bool:
-    return any(key[1] == mode and row.get(f"{kind}_ratio") is not None for key, row in rows.items())
+    return any(
+        key[1] == mode and row.get(f"{kind}_ratio") is not None
+        for key, row in rows.items()
+    )
 
 
 def _cell(row: Row, kind: str) -> str:
     if row.get(f"{kind}_ratio") is None:
         return "fails" if "error" in row else "-"
-    size = f"{row['peak_mib']:.0f} MiB" if kind == "peak" else f"{row[f'{kind}_ms']:.2f}"
+    size = (
+        f"{row['peak_mib']:.0f} MiB" if kind == "peak" else f"{row[f'{kind}_ms']:.2f}"
+    )
     return f"{row[f'{kind}_ratio']:.2f}{_spread(row, f'{kind}_ratio')} ({size})"
 
 
 def _scale(results: Iterable[Row]) -> list[str]:
-    found = [row for row in results if row["case"].startswith("scale") and row["method"] != "all"]
+    found = [
+        row
+        for row in results
+        if row["case"].startswith("scale") and row["method"] != "all"
+    ]
     if not found:
         return []
     lines = ["## Scale"]
@@ -333,14 +448,26 @@ def _scale(results: Iterable[Row]) -> list[str]:
             "predict_ratio": "ratio",
         }
         heads |= {"peak_mib": "peak MiB"} if _sound(mine) else {}
-        heads = {key: head for key, head in heads.items() if any(row.get(key) for row in mine)}
+        heads = {
+            key: head
+            for key, head in heads.items()
+            if any(row.get(key) for row in mine)
+        }
         shown = [["", *heads.values()]]
         for row in mine:
-            cells = [_number(row.get(key)) + _spread(row, key) if "error" not in row else "fails" for key in heads]
+            cells = [
+                _number(row.get(key)) + _spread(row, key)
+                if "error" not in row
+                else "fails"
+                for key in heads
+            ]
             shown.append([row["method"], *cells])
         lines += ["", f"### {mine[0]['sizes']}", "", *table(shown)]
         if not _sound(mine):
-            lines += ["", "Its peaks of memory are wrong and left out: what builds before had taken was given back."]
+            lines += [
+                "",
+                "Its peaks of memory are wrong and left out: what builds before had taken was given back.",
+            ]
     return lines
 
 
@@ -365,5 +492,7 @@ def _rest(record: dict[str, Any]) -> list[str]:
         for kind in ("train", "predict"):
             if f"{kind}_error" in row:
                 why = row[f"{kind}_error"].replace("|", "/")[:160]
-                lines.append(f"- {row['case']}, {row['mode']}, {row['method']}, {COLUMNS[kind]}: {why}")
+                lines.append(
+                    f"- {row['case']}, {row['mode']}, {row['method']}, {COLUMNS[kind]}: {why}"
+                )
     return ["## Not measured", "", *lines] if lines else []

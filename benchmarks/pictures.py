@@ -41,8 +41,12 @@ def write_pictures(folder: Path, count: int) -> None:
     rng = np.random.default_rng(0)
     stored = []
     for _ in range(min(count, DISTINCT)):
-        coarse = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize((500, 375))
-        grain = np.asarray(coarse, np.int16) + rng.integers(-8, 9, (375, 500, 3), dtype=np.int16)
+        coarse = Image.fromarray(
+            rng.integers(0, 256, (12, 16, 3), dtype=np.uint8)
+        ).resize((500, 375))
+        grain = np.asarray(coarse, np.int16) + rng.integers(
+            -8, 9, (375, 500, 3), dtype=np.int16
+        )
         file = folder / "one.jpg"
         Image.fromarray(grain.clip(0, 255).astype(np.uint8)).save(file, quality=85)
         stored.append(file.read_bytes())
@@ -75,7 +79,9 @@ def torchvisions(folder: Path) -> dict[str, Any]:
     centre = [transforms.Resize(256), transforms.CenterCrop(SIZE)]
     made = {}
     for name, steps in (("train", crop), ("test", centre)):
-        made[name] = datasets.ImageFolder(str(folder), transforms.Compose([*steps, transforms.PILToTensor()]))
+        made[name] = datasets.ImageFolder(
+            str(folder), transforms.Compose([*steps, transforms.PILToTensor()])
+        )
     return made
 
 
@@ -92,7 +98,9 @@ class WithPillow(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         picture = Image.open(self.paths[index]).convert("RGB")
         picture = _random_crop(picture) if self.random else _centre(picture)
-        return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous(), self.y[index]
+        return torch.from_numpy(np.array(picture)).permute(
+            2, 0, 1
+        ).contiguous(), self.y[index]
 
 
 def _random_crop(picture: Image.Image) -> Image.Image:
@@ -102,8 +110,13 @@ def _random_crop(picture: Image.Image) -> Image.Image:
         area, shape = (0.08 + 0.92 * area) * width * height, (3 / 4) * (16 / 9) ** shape
         wide, tall = round((area * shape) ** 0.5), round((area / shape) ** 0.5)
         if wide <= width and tall <= height:
-            left, top = int(corner[0] * (width - wide + 1)), int(corner[1] * (height - tall + 1))
-            cut = picture.crop((left, top, left + wide, top + tall)).resize((SIZE, SIZE), Image.Resampling.BILINEAR)
+            left, top = (
+                int(corner[0] * (width - wide + 1)),
+                int(corner[1] * (height - tall + 1)),
+            )
+            cut = picture.crop((left, top, left + wide, top + tall)).resize(
+                (SIZE, SIZE), Image.Resampling.BILINEAR
+            )
             return cut.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if side < 0.5 else cut
     return _centre(picture)
 
@@ -111,7 +124,9 @@ def _random_crop(picture: Image.Image) -> Image.Image:
 def _centre(picture: Image.Image) -> Image.Image:
     width, height = picture.size
     ratio = 256 / min(width, height)
-    small = picture.resize((round(width * ratio), round(height * ratio)), Image.Resampling.BILINEAR)
+    small = picture.resize(
+        (round(width * ratio), round(height * ratio)), Image.Resampling.BILINEAR
+    )
     left, top = (small.width - SIZE) // 2, (small.height - SIZE) // 2
     return small.crop((left, top, left + SIZE, top + SIZE))
 
@@ -128,7 +143,9 @@ def rate(rows: Any, index: range, workers: int) -> float:
     return seen / (time.perf_counter() - start)
 
 
-def measure(folder: Path, count: int, workers: int, each: int | None, slices: int = 10) -> dict[str, Any]:
+def measure(
+    folder: Path, count: int, workers: int, each: int | None, slices: int = 10
+) -> dict[str, Any]:
     """Medians over slices, by pipeline and purpose, and their ratios."""
     found: dict[str, dict[str, list[float]]] = {}
     makers: dict[str, Callable[[Path], dict[str, Any]]] = {
@@ -145,19 +162,32 @@ def measure(folder: Path, count: int, workers: int, each: int | None, slices: in
                 if purpose in made:
                     got = rate(made[purpose], index, workers)
                     found.setdefault(purpose, {}).setdefault(name, []).append(got)
-    out: dict[str, Any] = {p: {name: round(median(r), 1) for name, r in by.items()} for p, by in found.items()}
+    out: dict[str, Any] = {
+        p: {name: round(median(r), 1) for name, r in by.items()}
+        for p, by in found.items()
+    }
     for by in out.values():
-        by |= {f"slimbayes/{name}": round(by["slimbayes"] / value, 3) for name, value in by.items() if name in makers}
+        by |= {
+            f"slimbayes/{name}": round(by["slimbayes"] / value, 3)
+            for name, value in by.items()
+            if name in makers
+        }
         del by["slimbayes/slimbayes"]
     return out
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else ""
+    )
     parser.add_argument("--pictures", type=int, default=50_000)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--each", type=int, help="pictures that are read of each tenth; by default all")
-    parser.add_argument("--folder", type=Path, help="where pictures are, or are written and kept")
+    parser.add_argument(
+        "--each", type=int, help="pictures that are read of each tenth; by default all"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where pictures are, or are written and kept"
+    )
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -171,7 +201,11 @@ def main() -> None:
             "cores": len(os.sched_getaffinity(0)), "machine": platform.machine(),
             "torch": torch.__version__, "pillow": version("pillow"),
         }  # fmt: skip
-        found = about | {"images_per_second": measure(folder, chosen.pictures, chosen.workers, chosen.each)}
+        found = about | {
+            "images_per_second": measure(
+                folder, chosen.pictures, chosen.workers, chosen.each
+            )
+        }
     print(json.dumps(found, indent=1))
     if chosen.out:
         chosen.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -71,9 +71,14 @@ class Server:
 
     def __init__(self, *command: str) -> None:
         self.port = free_port()
-        words = [sys.executable, *(word.replace("PORT", str(self.port)) for word in command)]
+        words = [
+            sys.executable,
+            *(word.replace("PORT", str(self.port)) for word in command),
+        ]
         env = os.environ | {"SLIMBAYES_API_KEY": KEY}
-        self.process = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            words, env=env, stderr=subprocess.PIPE, text=True
+        )
         for _ in range(600):
             with socket.socket() as one:
                 if one.connect_ex(("127.0.0.1", self.port)) == 0:
@@ -95,9 +100,15 @@ class Server:
 
 
 def request(
-    body: bytes = GOOD, path: str = "/predict", key: str | None = KEY, verb: str = "POST", more: str = ""
+    body: bytes = GOOD,
+    path: str = "/predict",
+    key: str | None = KEY,
+    verb: str = "POST",
+    more: str = "",
 ) -> bytes:
-    head = f"{verb} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{more}"
+    head = (
+        f"{verb} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{more}"
+    )
     head += f"X-API-Key: {key}\r\n" if key is not None else ""
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
@@ -111,7 +122,9 @@ class Client:
 
     async def send(self, data: bytes) -> int:
         """The status of the answer; 0 where the connection ended without one."""
-        if time.perf_counter() - self.used > 20:  # servers close what is idle for long, as HTTP says
+        if (
+            time.perf_counter() - self.used > 20
+        ):  # servers close what is idle for long, as HTTP says
             self.close()
         try:
             if self.streams is None:
@@ -120,7 +133,9 @@ class Client:
             writer.write(data)
             await writer.drain()
             self.head = head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            lengths = [h for h in head.split(b"\r\n") if h.startswith(b"content-length")]
+            lengths = [
+                h for h in head.split(b"\r\n") if h.startswith(b"content-length")
+            ]
             await reader.readexactly(int(lengths[0].split(b":")[1]) if lengths else 0)
             self.used = time.perf_counter()
             if b"connection: close" in head or not lengths:
@@ -136,7 +151,9 @@ class Client:
         self.streams = None
 
 
-async def steady(port: int, clients: int, seconds: float, body: bytes = GOOD) -> dict[str, Any]:
+async def steady(
+    port: int, clients: int, seconds: float, body: bytes = GOOD
+) -> dict[str, Any]:
     """Clients that ask again as soon as they are answered."""
     times: list[float] = []
     statuses: Counter[int] = Counter()
@@ -155,10 +172,21 @@ async def steady(port: int, clients: int, seconds: float, body: bytes = GOOD) ->
     return summary(times, statuses, seconds)
 
 
-def summary(times: list[float], statuses: Counter[int], seconds: float) -> dict[str, Any]:
-    p50, p99 = (round(1000 * float(np.quantile(times, q)), 1) for q in (0.5, 0.99)) if times else (None, None)
+def summary(
+    times: list[float], statuses: Counter[int], seconds: float
+) -> dict[str, Any]:
+    p50, p99 = (
+        (round(1000 * float(np.quantile(times, q)), 1) for q in (0.5, 0.99))
+        if times
+        else (None, None)
+    )
     rate = round(len(times) / seconds, 1)
-    return {"per_second": rate, "p50_ms": p50, "p99_ms": p99, "statuses": {str(k): v for k, v in statuses.items()}}
+    return {
+        "per_second": rate,
+        "p50_ms": p50,
+        "p99_ms": p99,
+        "statuses": {str(k): v for k, v in statuses.items()},
+    }
 
 
 async def overload(port: int, seconds: float) -> dict[str, Any]:
@@ -197,9 +225,15 @@ async def overload(port: int, seconds: float) -> dict[str, Any]:
     ended, client = time.perf_counter(), Client(port)
     while await client.send(request()) != 200:
         await asyncio.sleep(0.05)
-    told = {"offered_per_second": round(sum(statuses.values()) / spent, 1), "without_retry_after": silent}
+    told = {
+        "offered_per_second": round(sum(statuses.values()) / spent, 1),
+        "without_retry_after": silent,
+    }
     told |= {"capacity_per_second": capacity}
-    told |= {"lost": statuses[0], "normal_after_s": round(time.perf_counter() - ended, 2)}
+    told |= {
+        "lost": statuses[0],
+        "normal_after_s": round(time.perf_counter() - ended, 2),
+    }
     return told | summary(times, statuses, spent)
 
 
@@ -233,34 +267,68 @@ async def malformed(server: Server, count: int) -> dict[str, Any]:
     async def some(numbers: range) -> None:
         client = Client(server.port)
         for number in numbers:
-            statuses[await asyncio.wait_for(client.send(KINDS[number % len(KINDS)]()), 30)] += 1
+            statuses[
+                await asyncio.wait_for(client.send(KINDS[number % len(KINDS)]()), 30)
+            ] += 1
         client.close()
 
     await asyncio.gather(*(some(range(first, count, 8)) for first in range(8)))
     after, good = server.memory(), await Client(server.port).send(request())
     told = {str(k): v for k, v in sorted(statuses.items())}
-    return {"kinds": len(KINDS), "statuses": told, "memory_mib": [round(before), round(after)], "good_after": good}
+    return {
+        "kinds": len(KINDS),
+        "statuses": told,
+        "memory_mib": [round(before), round(after)],
+        "good_after": good,
+    }
 
 
 async def access(port: int, count: int) -> dict[str, Any]:
     """Wrong and missing keys at every address, bodies just beyond the limit, plain and in chunks."""
     client, admitted = Client(port), 0
-    paths = ["/predict", "/about", "/metrics", "/openapi.json", "/docs", "/", "/healthz/../about"]
+    paths = [
+        "/predict",
+        "/about",
+        "/metrics",
+        "/openapi.json",
+        "/docs",
+        "/",
+        "/healthz/../about",
+    ]
     for number in range(count):
-        key = None if number % 3 == 0 else random.choice([KEY[:-1], KEY + "x", "", "é", KEY.upper()])
+        key = (
+            None
+            if number % 3 == 0
+            else random.choice([KEY[:-1], KEY + "x", "", "é", KEY.upper()])
+        )
         verb = "POST" if number % 2 else "GET"
         status = await client.send(
-            request(path=paths[number % len(paths)], key=key, verb=verb).replace("é".encode(), b"e")
+            request(path=paths[number % len(paths)], key=key, verb=verb).replace(
+                "é".encode(), b"e"
+            )
         )
         admitted += status not in (0, 400, 401)
     over, chunks = (
         b"x" * (64 * 1024 + 1),
-        request(b"").replace(b"Content-Length: 0\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"),
+        request(b"").replace(
+            b"Content-Length: 0\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"
+        ),
     )
-    chunks += b"".join(b"400\r\n" + b"x" * 1024 + b"\r\n" for _ in range(65)) + b"0\r\n\r\n"
-    plain, chunked = await Client(port).send(request(over)), await Client(port).send(chunks)
+    chunks += (
+        b"".join(b"400\r\n" + b"x" * 1024 + b"\r\n" for _ in range(65)) + b"0\r\n\r\n"
+    )
+    plain, chunked = (
+        await Client(port).send(request(over)),
+        await Client(port).send(chunks),
+    )
     open_ = await client.send(request(b"", path="/healthz", key=None, verb="GET"))
-    return {"tried": count, "admitted": admitted, "healthz": open_, "over_limit": plain, "over_limit_chunked": chunked}
+    return {
+        "tried": count,
+        "admitted": admitted,
+        "healthz": open_,
+        "over_limit": plain,
+        "over_limit_chunked": chunked,
+    }
 
 
 async def stop_under_load(server: Server) -> dict[str, Any]:
@@ -272,10 +340,17 @@ async def stop_under_load(server: Server) -> dict[str, Any]:
     answered, accepted = map(int, re.findall(r"(\d+) of (\d+) accepted", words)[0])
     with socket.socket() as one:
         free = one.connect_ex(("127.0.0.1", server.port)) != 0
-    return {"seconds": round(seconds, 2), "accepted": accepted, "lost": accepted - answered, "port_free": free}
+    return {
+        "seconds": round(seconds, 2),
+        "accepted": accepted,
+        "lost": accepted - answered,
+        "port_free": free,
+    }
 
 
-async def speeds(servers: dict[str, Server], args: argparse.Namespace) -> list[dict[str, Any]]:
+async def speeds(
+    servers: dict[str, Server], args: argparse.Namespace
+) -> list[dict[str, Any]]:
     """What both answer, in turn, at some numbers of clients."""
     rows = []
     for clients in (1, 16, 64):
@@ -283,10 +358,19 @@ async def speeds(servers: dict[str, Server], args: argparse.Namespace) -> list[d
         for _ in range(args.repeats):
             for name, server in servers.items():
                 await steady(server.port, clients, 0.5)
-                found[name].append(await steady(server.port, clients, args.speed_seconds))
-        ratios = [a["per_second"] / b["per_second"] for a, b in zip(found["rank1"], found["plain"], strict=True)]
+                found[name].append(
+                    await steady(server.port, clients, args.speed_seconds)
+                )
+        ratios = [
+            a["per_second"] / b["per_second"]
+            for a, b in zip(found["rank1"], found["plain"], strict=True)
+        ]
         rows.append(
-            {"clients": clients, "ratio": round(float(np.median(ratios)), 3), "ratios": [round(r, 3) for r in ratios]}
+            {
+                "clients": clients,
+                "ratio": round(float(np.median(ratios)), 3),
+                "ratios": [round(r, 3) for r in ratios],
+            }
             | found
         )
         print(json.dumps(rows[-1]), flush=True)
@@ -323,7 +407,9 @@ async def measured(runs: Path, args: argparse.Namespace) -> dict[str, Any]:
     every = [await stop_under_load(server)]
     if "R10" not in args.parts:
         return out
-    every += [await stop_under_load(Server(*ours("rank1", 4))) for _ in range(args.stops - 1)]
+    every += [
+        await stop_under_load(Server(*ours("rank1", 4))) for _ in range(args.stops - 1)
+    ]
     out["R10"] = {
         "stops": len(every), "accepted": sum(s["accepted"] for s in every), "lost": sum(s["lost"] for s in every),
         "slowest_s": max(s["seconds"] for s in every), "ports_free": all(s["port_free"] for s in every),
@@ -340,13 +426,22 @@ def held(name: str, found: dict[str, Any]) -> tuple[str, bool]:
     """What was found of a promise, and whether it holds."""
     if name == "R8":
         grown = found["memory_mib"][1] - found["memory_mib"][0]
-        failed = sum(count for status, count in found["statuses"].items() if status.startswith("5"))
+        failed = sum(
+            count
+            for status, count in found["statuses"].items()
+            if status.startswith("5")
+        )
         total = sum(found["statuses"].values())
         told = f"{total:,} requests of {found['kinds']} kinds: {failed} of 5xx, memory {grown:+d} MiB"
-        return f"{told}, then {found['good_after']}", not failed and grown < 32 and found["good_after"] == 200
+        return (
+            f"{told}, then {found['good_after']}",
+            not failed and grown < 32 and found["good_after"] == 200,
+        )
     if name == "R9":
         counts = found["statuses"]
-        can = max(found["capacity_per_second"], found["per_second"])  # other work leaves more of a core at times
+        can = max(
+            found["capacity_per_second"], found["per_second"]
+        )  # other work leaves more of a core at times
         times = found["offered_per_second"] / can
         told = (
             f"{found['offered_per_second']:,.0f} requests a second offered to a network that answers "
@@ -355,16 +450,24 @@ def held(name: str, found: dict[str, Any]) -> tuple[str, bool]:
             f"{counts.get('503', 0):,} refused ({found['without_retry_after']} without Retry-After), {found['lost']} "
             f"lost; p50 {found['p50_ms']:.0f} ms, p99 {found['p99_ms']:.0f} ms; usual after {found['normal_after_s']} s"
         )
-        fine = set(counts) <= {"200", "503"} and not found["without_retry_after"] and found["normal_after_s"] <= 5
-        return told, fine and found["p99_ms"] <= 500 and not found["lost"] and times >= 3.8
+        fine = (
+            set(counts) <= {"200", "503"}
+            and not found["without_retry_after"]
+            and found["normal_after_s"] <= 5
+        )
+        return told, fine and found["p99_ms"] <= 500 and not found[
+            "lost"
+        ] and times >= 3.8
     if name == "R10":
         told = f"{found['stops']} stops, {found['accepted']:,} accepted, {found['lost']} lost"
-        return f"{told}, slowest {found['slowest_s']} s", not found["lost"] and found["slowest_s"] <= 10 and found[
-            "ports_free"
-        ]
+        return f"{told}, slowest {found['slowest_s']} s", not found["lost"] and found[
+            "slowest_s"
+        ] <= 10 and found["ports_free"]
     codes = f"{found['over_limit']} and {found['over_limit_chunked']}"
     told = f"{found['tried']:,} wrong or missing keys, {found['admitted']} admitted; a byte too many: {codes}"
-    return told, not found["admitted"] and codes == "413 and 413" and found["healthz"] == 200
+    return told, not found["admitted"] and codes == "413 and 413" and found[
+        "healthz"
+    ] == 200
 
 
 def page(found: dict[str, Any]) -> str:
@@ -377,11 +480,16 @@ def page(found: dict[str, Any]) -> str:
         cells = []
         for name in ("rank1", "plain"):
             middle = {
-                key: float(np.median([one[key] for one in row[name]])) for key in ("per_second", "p50_ms", "p99_ms")
+                key: float(np.median([one[key] for one in row[name]]))
+                for key in ("per_second", "p50_ms", "p99_ms")
             }
-            cells.append("{per_second:.0f}, {p50_ms:.0f} ms, {p99_ms:.0f} ms".format(**middle))
+            cells.append(
+                "{per_second:.0f}, {p50_ms:.0f} ms, {p99_ms:.0f} ms".format(**middle)
+            )
         span = f"{min(row['ratios']):.2f} to {max(row['ratios']):.2f}"
-        lines.append(f"| {row['clients']} | {cells[0]} | {cells[1]} | {row['ratio']:.2f} ({span}) |")
+        lines.append(
+            f"| {row['clients']} | {cells[0]} | {cells[1]} | {row['ratio']:.2f} ({span}) |"
+        )
     lines += ["", "| promise | found | holds |", "|---|---|---|"]
     for name, goal in GOALS.items():
         if name in found:
@@ -398,7 +506,9 @@ def write_page(file: Path, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--speed-seconds", type=float, default=3)
@@ -406,17 +516,23 @@ def main() -> None:
     parser.add_argument("--page", type=Path)
     parser.add_argument("--malformed", type=int, default=10_000)
     parser.add_argument("--stops", type=int, default=20)
-    parser.add_argument("--parts", nargs="*", default=["speed", "R8", "R9", "R10", "R11"])
+    parser.add_argument(
+        "--parts", nargs="*", default=["speed", "R8", "R9", "R10", "R11"]
+    )
     args = parser.parse_args()
     if args.page is not None:
         return write_page(args.page, json.loads(args.out.read_text()))
     with tempfile.TemporaryDirectory() as folder:
         runs = ["wide"] if args.parts == ["R9"] else ["rank1", "plain", "wide"]
-        subprocess.run([sys.executable, "-W", "ignore", "-c", FIT, folder, *runs], check=True)
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", FIT, folder, *runs], check=True
+        )
         found = asyncio.run(measured(Path(folder), args))
     former = json.loads(args.out.read_text()) if args.out.exists() else {}
     kept = {
-        name: value for name, value in former.items() if name in (*GOALS, "speed", "load_before")
+        name: value
+        for name, value in former.items()
+        if name in (*GOALS, "speed", "load_before")
     }  # parts that were not run again
     args.out.write_text(json.dumps(kept | found, indent=1) + "\n")
 

@@ -25,15 +25,41 @@ from cells import Cells, Paired, Workers, between, lines_of, paired, run_all
 from cells import table as markdown
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_wine
 from sklearn.model_selection import train_test_split
-from tables_rivals import Found, Method, Split, boosting, deep_ensemble, ours, process, tabm, tuned_plain
+from tables_rivals import (
+    Found,
+    Method,
+    Split,
+    boosting,
+    deep_ensemble,
+    ours,
+    process,
+    tabm,
+    tuned_plain,
+)
 
 import slimbayes as sb
 from slimbayes.metrics.functional import crps_mixture
 from slimbayes.train.heteroscedastic import UNIT_NOISE
 
-UCI = ["bostonhousing", "concrete", "energy", "power-plant", "wine-quality-red", "yacht"]
-OUTSIDE = ["kin8nm", "naval-propulsion-plant", "protein-tertiary-structure"]  # defaults are chosen on these
-OWN = {"diabetes": load_diabetes, "breast-cancer": load_breast_cancer, "wine": load_wine, "digits": load_digits}
+UCI = [
+    "bostonhousing",
+    "concrete",
+    "energy",
+    "power-plant",
+    "wine-quality-red",
+    "yacht",
+]
+OUTSIDE = [
+    "kin8nm",
+    "naval-propulsion-plant",
+    "protein-tertiary-structure",
+]  # defaults are chosen on these
+OWN = {
+    "diabetes": load_diabetes,
+    "breast-cancer": load_breast_cancer,
+    "wine": load_wine,
+    "digits": load_digits,
+}
 SETS = [*UCI, *OWN]
 MOST_ROWS = 4_000  # of training, so that large sets do not take all the time
 SPLITS = 5
@@ -45,14 +71,23 @@ def read(name: str, split: int, data: Path, choose: bool) -> Split:
     real = name not in OWN or name == "diabetes"
     if name not in OWN:
         file = np.load(data / "uci" / f"{name}.npz", allow_pickle=False)
-        x, y, train, test = file["X"], file["y"].ravel(), file["train_idx"][split], file["test_idx"][split]
+        x, y, train, test = (
+            file["X"],
+            file["y"].ravel(),
+            file["train_idx"][split],
+            file["test_idx"][split],
+        )
     else:
         x, y = OWN[name](return_X_y=True)
         strata = None if real else y
-        train, test = train_test_split(np.arange(len(y)), test_size=0.1, random_state=split, stratify=strata)
+        train, test = train_test_split(
+            np.arange(len(y)), test_size=0.1, random_state=split, stratify=strata
+        )
     if choose:
         strata = None if real else y[train]
-        train, test = train_test_split(train, test_size=0.2, random_state=split, stratify=strata)
+        train, test = train_test_split(
+            train, test_size=0.2, random_state=split, stratify=strata
+        )
     train = np.random.default_rng(split).permutation(train)[:MOST_ROWS]
     mean, std = (y[train].mean(), y[train].std()) if real else (0, 1)
     coded = (y - mean) / std if real else y
@@ -74,7 +109,9 @@ CANDIDATES: dict[str, Method] = {
     "slimbayes, decay 1e-4": ours(weight_decay=1e-4),
     "slimbayes, 10 % held out": ours(validation_fraction=0.1),
     "slimbayes, one noise": ours(noise="learned"),
-    "mean-field He, KL .1": ours(method=sb.MeanField(prior=sb.HeNormal()), kl_weight=0.1, draws=16),
+    "mean-field He, KL .1": ours(
+        method=sb.MeanField(prior=sb.HeNormal()), kl_weight=0.1, draws=16
+    ),
 }
 
 
@@ -86,8 +123,12 @@ def scores(split: Split, found: Found) -> dict[str, float]:
     if isinstance(found, tuple):
         means, scales = (torch.as_tensor(part, dtype=torch.float64) for part in found)
         y = torch.as_tensor(split.test_y, dtype=torch.float64)
-        logp = torch.distributions.Normal(means, scales).log_prob(y).logsumexp(0) - np.log(len(means))
-        below = torch.distributions.Normal(means, scales).cdf(y).mean(0)  # as many targets lie in their intervals
+        logp = torch.distributions.Normal(means, scales).log_prob(y).logsumexp(
+            0
+        ) - np.log(len(means))
+        below = (
+            torch.distributions.Normal(means, scales).cdf(y).mean(0)
+        )  # as many targets lie in their intervals
         return {
             "nll": float(-logp.mean()),
             "crps": float(crps_mixture(means, scales, y).mean()),
@@ -103,7 +144,9 @@ def scores(split: Split, found: Found) -> dict[str, float]:
     }
 
 
-def cell(name: str, method: str, split: int, data: Path, choose: bool) -> list[dict[str, Any]]:
+def cell(
+    name: str, method: str, split: int, data: Path, choose: bool
+) -> list[dict[str, Any]]:
     """One line of the output."""
     torch.set_num_threads(1)
     line: dict[str, Any] = {"data": name, "method": method, "split": split}
@@ -119,12 +162,20 @@ def cell(name: str, method: str, split: int, data: Path, choose: bool) -> list[d
 
 def outdated(line: dict[str, Any]) -> bool:
     """Whether a net learnt its noise within other bounds than nets do now."""
-    return bool(line.get("real")) and line["method"] not in OTHERS and line.get("spread") != UNIT_NOISE
+    return (
+        bool(line.get("real"))
+        and line["method"] not in OTHERS
+        and line.get("spread") != UNIT_NOISE
+    )
 
 
 def missing_cells(args: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
     """Cells without a line yet."""
-    done = {(line["data"], line["method"], line["split"]) for line in lines_of(args.out) if not outdated(line)}
+    done = {
+        (line["data"], line["method"], line["split"])
+        for line in lines_of(args.out)
+        if not outdated(line)
+    }
     # The splits of a method go together, those that are dear last: what is left over then is of one method.
     for method in args.methods:
         for split in range(args.splits):
@@ -142,7 +193,9 @@ NAMES = {
 }  # fmt: skip
 LEAST = ("nll", "crps", "brier", "rmse")  # where less is better
 OURS, PLAIN = "slimbayes", ("plain", "plain, tuned")
-BySet = dict[tuple[str, str], dict[int, dict[str, Any]]]  # cells by set and method, then by split
+BySet = dict[
+    tuple[str, str], dict[int, dict[str, Any]]
+]  # cells by set and method, then by split
 
 
 def page(text: str, lines: Sequence[str]) -> str:
@@ -151,7 +204,10 @@ def page(text: str, lines: Sequence[str]) -> str:
     for cell in map(json.loads, lines):
         cells.setdefault((cell["data"], cell["method"]), {})[cell["split"]] = cell
     parts = [reading(cells), *older(cells), against_plain(cells), verdicts(cells)]
-    for real, scores in ((True, ("nll", "crps", "rmse", "coverage")), (False, ("nll", "brier", "accuracy"))):
+    for real, scores in (
+        (True, ("nll", "crps", "rmse", "coverage")),
+        (False, ("nll", "brier", "accuracy")),
+    ):
         parts += [table(cells, real, score) for score in scores]
     parts.append(table(cells, None, "seconds"))
     return between(text, MARKS, "\n".join(parts))
@@ -159,14 +215,22 @@ def page(text: str, lines: Sequence[str]) -> str:
 
 def names(cells: BySet, real: bool | None = None) -> tuple[list[str], list[str]]:
     """The sets, of real targets or of classes or all, and the methods."""
-    sets = {data for (data, _), found in cells.items() if real in (None, next(iter(found.values()))["real"])}
+    sets = {
+        data
+        for (data, _), found in cells.items()
+        if real in (None, next(iter(found.values()))["real"])
+    }
     return sorted(sets), list(dict.fromkeys(method for _, method in cells))
 
 
 def values(cells: BySet, data: str, method: str, score: str) -> dict[int, float]:
     """A score by split, of the cells that did not fail."""
     found = cells.get((data, method), {})
-    return {split: cell[score] for split, cell in found.items() if score in cell and "failed" not in cell}
+    return {
+        split: cell[score]
+        for split, cell in found.items()
+        if score in cell and "failed" not in cell
+    }
 
 
 def less(cells: BySet, data: str, method: str, rival: str, score: str) -> Paired | None:
@@ -187,7 +251,10 @@ def counted(found: dict[str, Paired]) -> str:
 
 def reading(cells: BySet) -> str:
     """What the counts say, in two sentences."""
-    told = [f"a lower mean {NAMES[score]} than {ahead(cells, PLAIN, score)}" for score in ("nll", "crps")]
+    told = [
+        f"a lower mean {NAMES[score]} than {ahead(cells, PLAIN, score)}"
+        for score in ("nll", "crps")
+    ]
     others = [rival for rival in names(cells)[1] if rival not in (OURS, *PLAIN)]
     return (
         f"With their defaults, the estimators have {'; and '.join(told)}. "
@@ -199,8 +266,14 @@ def older(cells: BySet) -> list[str]:
     """What the record lacks, and nets that are not as they are now."""
     found = [cell for by_split in cells.values() for cell in by_split.values()]
     whole = len(SETS) * SPLITS
-    had = {method: sum(cell["method"] == method for cell in found) for method in METHODS}
-    lacking = [f"{method} has {count} of {whole} cells" for method, count in had.items() if count < whole]
+    had = {
+        method: sum(cell["method"] == method for cell in found) for method in METHODS
+    }
+    lacking = [
+        f"{method} has {count} of {whole} cells"
+        for method, count in had.items()
+        if count < whole
+    ]
     count = sum(outdated(cell) for cell in found)
     told = [f"The record is not whole: {', '.join(lacking)}.\n"] if lacking else []
     if count:
@@ -218,7 +291,16 @@ def ahead(cells: BySet, rivals: Sequence[str], score: str) -> str:
         losses = [data for data, one in found.items() if one.side > 0]
         won = f"{rival.replace(', ', ' and ')} on {sum(one.mean < 0 for one in found.values())} of {len(found)} sets"
         told += (
-            [won + (f" (behind by more than the interval on {', '.join(losses)})" if losses else "")] if found else []
+            [
+                won
+                + (
+                    f" (behind by more than the interval on {', '.join(losses)})"
+                    if losses
+                    else ""
+                )
+            ]
+            if found
+            else []
         )
     return ", ".join(told) or "nothing that was run"
 
@@ -226,9 +308,25 @@ def ahead(cells: BySet, rivals: Sequence[str], score: str) -> str:
 def against_plain(cells: BySet) -> str:
     """By how much our scores are less than those of plain nets, set by set."""
     columns = [(score, rival) for score in ("nll", "crps", "brier") for rival in PLAIN]
-    rows = [["slimbayes less", *(f"{NAMES[score]}, {rival.replace(', ', ' and ')}" for score, rival in columns)]]
+    rows = [
+        [
+            "slimbayes less",
+            *(
+                f"{NAMES[score]}, {rival.replace(', ', ' and ')}"
+                for score, rival in columns
+            ),
+        ]
+    ]
     for data in names(cells)[0]:
-        rows.append([data, *(difference(less(cells, data, OURS, rival, score)) for score, rival in columns)])
+        rows.append(
+            [
+                data,
+                *(
+                    difference(less(cells, data, OURS, rival, score))
+                    for score, rival in columns
+                ),
+            ]
+        )
     return "\n".join(markdown(rows)) + "\n"
 
 
@@ -246,7 +344,15 @@ def verdicts(cells: BySet) -> str:
     rows = [["wins / ties / losses against plain", *(NAMES[score] for score in scores)]]
     for method in names(cells)[1]:
         if method != PLAIN[0]:
-            rows.append([method, *(counted(comparisons(cells, method, PLAIN[0], score)) for score in scores)])
+            rows.append(
+                [
+                    method,
+                    *(
+                        counted(comparisons(cells, method, PLAIN[0], score))
+                        for score in scores
+                    ),
+                ]
+            )
     return "\n".join(markdown(rows)) + "\n"
 
 
@@ -256,14 +362,25 @@ def table(cells: BySet, real: bool | None, score: str) -> str:
     kind = {True: ", real targets", False: ", classes", None: ""}[real]
     rows = [[f"{NAMES[score]}{kind}", *methods]]
     for data in sets:
-        means = {m: mean(v.values()) for m in methods if (v := values(cells, data, m, score))}
+        means = {
+            m: mean(v.values()) for m in methods if (v := values(cells, data, m, score))
+        }
         judged = means.values() if score not in ("coverage", "seconds") else ()
         best = (min if score in LEAST else max)(judged, default=None)
-        rows.append([data, *(entry(cells, data, m, score, means.get(m), best) for m in methods)])
+        rows.append(
+            [data, *(entry(cells, data, m, score, means.get(m), best) for m in methods)]
+        )
     return "\n".join(markdown(rows)) + "\n"
 
 
-def entry(cells: BySet, data: str, method: str, score: str, value: float | None, best: float | None) -> str:
+def entry(
+    cells: BySet,
+    data: str,
+    method: str,
+    score: str,
+    value: float | None,
+    best: float | None,
+) -> str:
     """Mean and standard error over splits, or a dash where a method does not fit."""
     if value is None:
         return "-"
@@ -275,7 +392,9 @@ def entry(cells: BySet, data: str, method: str, score: str, value: float | None,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--workers", type=int, default=1)
@@ -284,15 +403,23 @@ def main() -> None:
     parser.add_argument("--sets", nargs="*", default=SETS)
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
     parser.add_argument("--choose", action="store_true")
-    parser.add_argument("--page", type=Path, help="write its tables from --out, and run nothing")
+    parser.add_argument(
+        "--page", type=Path, help="write its tables from --out, and run nothing"
+    )
     args = parser.parse_args()
     if args.page:
-        args.page.write_text(page(args.page.read_text(), args.out.read_text().splitlines()))
+        args.page.write_text(
+            page(args.page.read_text(), args.out.read_text().splitlines())
+        )
         return
     args.sets = OUTSIDE if args.choose and args.sets == SETS else args.sets
-    args.methods = list(METHODS | CANDIDATES) if args.methods == ["all"] else args.methods
+    args.methods = (
+        list(METHODS | CANDIDATES) if args.methods == ["all"] else args.methods
+    )
     if "TabM" in args.methods and find_spec("tabm") is None:
-        raise SystemExit("TabM needs its package: pip install tabm, or leave it out of --methods.")
+        raise SystemExit(
+            "TabM needs its package: pip install tabm, or leave it out of --methods."
+        )
     jobs = [(cell, *job, args.data, args.choose) for job in missing_cells(args)]
     with Workers(args.workers) as pool:
         run_all(pool, jobs, Cells(args.out).add, time.monotonic() + args.limit_seconds)

@@ -26,7 +26,9 @@ T = TypeVar("T")
 TURN_MS = 40.0  # a variant's turn repeats its work for about as long, so that launches overlap as they do in training
 
 
-def milliseconds(work: Callable[[], Any], device: torch.device, repeats: int = 1) -> float:
+def milliseconds(
+    work: Callable[[], Any], device: torch.device, repeats: int = 1
+) -> float:
     """Mean time of a call."""
     if device.type != "cuda":
         start = time.perf_counter()
@@ -44,7 +46,11 @@ def milliseconds(work: Callable[[], Any], device: torch.device, repeats: int = 1
 
 
 def race(
-    works: Mapping[str, Callable[[], Any]], reference: str, device: torch.device, rounds: int, seconds: float = 1.5
+    works: Mapping[str, Callable[[], Any]],
+    reference: str,
+    device: torch.device,
+    rounds: int,
+    seconds: float = 1.5,
 ) -> Rows:
     """{name: {ms, ratio, spread}} of so many rounds; once `seconds` are over, five are enough.
 
@@ -53,7 +59,10 @@ def race(
     for work in works.values():
         work()
     least = 4 if device.type == "cuda" else 1
-    repeats = {n: max(least, min(20, round(TURN_MS / milliseconds(work, device)))) for n, work in works.items()}
+    repeats = {
+        n: max(least, min(20, round(TURN_MS / milliseconds(work, device))))
+        for n, work in works.items()
+    }
     times: dict[str, list[float]] = {name: [] for name in works}
     stop = time.perf_counter() + seconds
     for i in range(rounds):
@@ -61,16 +70,26 @@ def race(
             times[name].append(milliseconds(work, device, repeats[name]))
         if i >= 4 and time.perf_counter() > stop:
             break
-    out: Rows = {name: {"ms": statistics.median(spent)} for name, spent in times.items()}
+    out: Rows = {
+        name: {"ms": statistics.median(spent)} for name, spent in times.items()
+    }
     for name, spent in times.items() if reference in times else ():
         ratios = [a / b for a, b in zip(spent, times[reference], strict=True)]
-        quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-        out[name] |= {"ratio": statistics.median(ratios), "spread": quartiles[2] - quartiles[0]}
+        quartiles = (
+            statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+        )
+        out[name] |= {
+            "ratio": statistics.median(ratios),
+            "spread": quartiles[2] - quartiles[0],
+        }
     return out
 
 
 def prepare(
-    builds: Mapping[str, Callable[[], T]], step: Callable[[T], Any], device: torch.device, limit: float = 0.0
+    builds: Mapping[str, Callable[[], T]],
+    step: Callable[[T], Any],
+    device: torch.device,
+    limit: float = 0.0,
 ) -> tuple[dict[str, T], Rows]:
     """Trials that run, and {name: {peak_mib}} of a warm step (None on a CPU), or {name: {error}} where one fails or
     takes longer than `limit` seconds to build and compile.
@@ -87,7 +106,9 @@ def prepare(
                 for _ in range(3):
                     step(trial)
                 peak = peak_mib(lambda: step(trial), device, before)  # noqa: B023 - called at once
-        except Exception as error:  # no compiler, not enough memory: the others can still be timed
+        except (
+            Exception
+        ) as error:  # no compiler, not enough memory: the others can still be timed
             rows[name] = {"error": words(error)}
             continue
         trials[name] = trial
@@ -128,7 +149,9 @@ def alarm(seconds: float, error: type[BaseException] = TimeoutError) -> Iterator
         signal.signal(signal.SIGALRM, old)
 
 
-def peak_mib(work: Callable[[], Any], device: torch.device, before: int | None = None) -> float | None:
+def peak_mib(
+    work: Callable[[], Any], device: torch.device, before: int | None = None
+) -> float | None:
     """Most memory during a call, above `before` or above what was taken when it began; None on a CPU."""
     if device.type != "cuda":
         work()
@@ -146,13 +169,19 @@ def profile(work: Callable[[], Any], device: torch.device) -> dict[str, Any]:
     """
     try:
         return _profile(work, device)
-    except Exception as error:  # a machine may not let us look; the times stand without it
+    except (
+        Exception
+    ) as error:  # a machine may not let us look; the times stand without it
         return {"error": words(error)}
 
 
 def _profile(work: Callable[[], Any], device: torch.device) -> dict[str, Any]:
     cuda = device.type == "cuda"
-    activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
+    activity = (
+        torch.profiler.ProfilerActivity.CUDA
+        if cuda
+        else torch.profiler.ProfilerActivity.CPU
+    )
     with torch.profiler.profile(activities=[activity]) as found:
         work()
         if cuda:
@@ -173,13 +202,18 @@ def kernels(found: torch.profiler.profile, shown: int = 8) -> dict[str, Any]:
     return {
         "busy_ms": sum(e.self_device_time_total for e in events) / 1e3,
         "kernels": sum(e.count for e in events),
-        "longest": [[e.key[:80], e.count, e.self_device_time_total / 1e3] for e in longest],
+        "longest": [
+            [e.key[:80], e.count, e.self_device_time_total / 1e3] for e in longest
+        ],
     }
 
 
 def versions(*packages: str) -> dict[str, str]:
     """Of those installed."""
-    found, names = {}, importlib.metadata.packages_distributions()  # some are imported under another name
+    found, names = (
+        {},
+        importlib.metadata.packages_distributions(),
+    )  # some are imported under another name
     for name in packages:
         try:
             found[name] = importlib.metadata.version(names.get(name, [name])[0])
@@ -190,6 +224,18 @@ def versions(*packages: str) -> dict[str, str]:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """What the numbers depend on."""
-    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "slimbayes": sb.__version__}
-    return {"device": chip, "cores": os.cpu_count(), "threads": torch.get_num_threads()} | versions
+    chip = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else platform.processor() or platform.machine()
+    )
+    versions = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "slimbayes": sb.__version__,
+    }
+    return {
+        "device": chip,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    } | versions

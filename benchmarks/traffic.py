@@ -26,13 +26,23 @@ import slimbayes as sb
 from slimbayes.train.recorded import FUSION
 
 ROWS = 32
-DEFAULTS = {"realize_reads_threshold": 4, "realize_acc_reads_threshold": 8, "realize_opcount_threshold": 30}
+DEFAULTS = {
+    "realize_reads_threshold": 4,
+    "realize_acc_reads_threshold": 8,
+    "realize_opcount_threshold": 30,
+}
 START = sb.Normal(1.0, 0.5)
 CASES: dict[str, tuple[Any, str]] = {
     "plain": (None, ""),
-    "rank-1 split": (sb.Rank1(members=4, prior=sb.Normal(1.0, 0.1), mean_init=START), "split"),
+    "rank-1 split": (
+        sb.Rank1(members=4, prior=sb.Normal(1.0, 0.1), mean_init=START),
+        "split",
+    ),
     "BatchEnsemble split": (sb.BatchEnsemble(members=4, mean_init=START), "split"),
-    "EMP": (sb.ModelPatch(components=5, patch="norm+output", draws="example", tau=None), "tile"),
+    "EMP": (
+        sb.ModelPatch(components=5, patch="norm+output", draws="example", tau=None),
+        "tile",
+    ),
     "2-tied flipout": (sb.KTied(rank=2, estimator="flipout"), "tile"),
 }
 
@@ -40,23 +50,40 @@ CASES: dict[str, tuple[Any, str]] = {
 def counted(seen: list[int]) -> Callable[..., Any]:
     """A backend that fuses as inductor does, notes the bytes of each kernel, and runs the graph without it."""
 
-    def plan(graph: torch.fx.GraphModule, inputs: Sequence[Any], is_backward: bool = False, **how: Any) -> Any:
+    def plan(
+        graph: torch.fx.GraphModule,
+        inputs: Sequence[Any],
+        is_backward: bool = False,
+        **how: Any,
+    ) -> Any:
         fake = compile_fx.fake_tensor_prop(graph, inputs)
         compile_fx.view_to_reshape(graph)
         with V.set_fake_mode(fake):
             post_grad_passes(graph, bool(how.get("is_inference")))
         compile_fx.record_original_output_strides(graph)
         lowered = GraphLowering(
-            graph, example_inputs=inputs, shape_env=shape_env_from_inputs(inputs), is_backward=is_backward
+            graph,
+            example_inputs=inputs,
+            shape_env=shape_env_from_inputs(inputs),
+            is_backward=is_backward,
         )
         debug = DebugContext()
-        with V.set_graph_handler(lowered), V.set_real_inputs(inputs), V.set_fake_mode(fake), V.set_debug_handler(debug):
+        with (
+            V.set_graph_handler(lowered),
+            V.set_real_inputs(inputs),
+            V.set_fake_mode(fake),
+            V.set_debug_handler(debug),
+        ):
             lowered.run(*inputs)
             lowered._update_scheduler()
-            seen.extend(node.get_read_write_buffers_sizes() for node in lowered.scheduler.nodes)
+            seen.extend(
+                node.get_read_write_buffers_sizes() for node in lowered.scheduler.nodes
+            )
         return make_boxed_func(graph.forward)
 
-    return lambda graph, inputs: compile_fx.compile_fx(graph, inputs, inner_compile=plan)
+    return lambda graph, inputs: compile_fx.compile_fx(
+        graph, inputs, inner_compile=plan
+    )
 
 
 def traffic(config: Any, rows: str) -> int:
@@ -66,7 +93,10 @@ def traffic(config: Any, rows: str) -> int:
     net: nn.Module = sb.models.wrn(16, 4, 10)
     net = net if config is None else sb.bayesianize(net, config)
     net = net.to(memory_format=torch.channels_last)
-    x, seen = torch.randn(ROWS, 3, 32, 32).contiguous(memory_format=torch.channels_last), []
+    x, seen = (
+        torch.randn(ROWS, 3, 32, 32).contiguous(memory_format=torch.channels_last),
+        [],
+    )
     call = torch.compile(net, backend=counted(seen), dynamic=False)
     with torch.autocast("cpu", torch.bfloat16):
         out = call(x) if config is None else sb.sample(call, x, rows=rows)
@@ -75,15 +105,22 @@ def traffic(config: Any, rows: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", help="one method beside the plain network")
     only = parser.parse_args().only
     plain = 0
-    print("| | MB, defaults | of plain | MB, sb.compiled | of plain |\n|---|---:|---:|---:|---:|")
+    print(
+        "| | MB, defaults | of plain | MB, sb.compiled | of plain |\n|---|---:|---:|---:|---:|"
+    )
     for name, case in CASES.items():
         if only in (None, name) or name == "plain":
             found = []
-            for settings in (DEFAULTS, {key: value for key, value in FUSION.items() if key in DEFAULTS}):
+            for settings in (
+                DEFAULTS,
+                {key: value for key, value in FUSION.items() if key in DEFAULTS},
+            ):
                 with inductor.patch(settings):
                     found.append(traffic(*case))
             plain = plain or found[0]

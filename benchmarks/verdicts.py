@@ -27,7 +27,9 @@ ROOT = Path(__file__).resolve().parents[1]
 CLAIMS, PAGE = ROOT / "experiments" / "claims.yaml", ROOT / "docs" / "reproduction.md"
 COUNTED = ("overhead", "parameters")  # the same with every seed
 read = cache(read)  # many claims are about the same runs
-Rows = dict[str, dict[Any, dict[str, float]]]  # scores by row and by what pairs are made of
+Rows = dict[
+    str, dict[Any, dict[str, float]]
+]  # scores by row and by what pairs are made of
 
 
 class Judged(NamedTuple):
@@ -56,8 +58,13 @@ def _splits(files: Sequence[Path]) -> dict[str, Rows]:
     """Files of a set and a method, with a list of numbers for each score, one for each split."""
     found: dict[str, Rows] = {}
     for one in (json.loads(file.read_text()) for file in files):
-        numbers = {name: values for name, values in one.items() if isinstance(values, list)}
-        each = [dict(zip(numbers, split, strict=True)) for split in zip(*numbers.values(), strict=True)]
+        numbers = {
+            name: values for name, values in one.items() if isinstance(values, list)
+        }
+        each = [
+            dict(zip(numbers, split, strict=True))
+            for split in zip(*numbers.values(), strict=True)
+        ]
         found.setdefault(one["set"], {})[one["method"]] = dict(enumerate(each))
     return found
 
@@ -66,8 +73,12 @@ def _records(files: Sequence[Path]) -> Rows:
     found: Rows = {}
     for record in map(read, files):
         # Records of stays were named with their data and seed.
-        name = record.name.removeprefix(f"{record.data} ").removesuffix(f" {record.seed}")
-        found.setdefault(name, {})[record.seed] = scores_of_record(record, draws_of(record, None))
+        name = record.name.removeprefix(f"{record.data} ").removesuffix(
+            f" {record.seed}"
+        )
+        found.setdefault(name, {})[record.seed] = scores_of_record(
+            record, draws_of(record, None)
+        )
     return found
 
 
@@ -75,24 +86,44 @@ def _table(file: Path) -> Rows:
     """Rows of a `table.json`: numbers of each seed where diagnostics kept them, else the mean."""
     found: Rows = {}
     for row in json.loads(file.read_text())["rows"] if file.exists() else ():
-        scores = {name: one["mean"] for name, one in row["ours"].items() if isinstance(one["mean"], float | int)}
+        scores = {
+            name: one["mean"]
+            for name, one in row["ours"].items()
+            if isinstance(one["mean"], float | int)
+        }
         for seed in row["seeds"]:
-            mine = [file.parent / f for f in row["files"] if f.startswith(f"diagnostics/{row['row']}-{seed}-")]
-            kept = [json.loads(f.read_text())["numbers"] for f in mine if f.suffix == ".json"]
+            mine = [
+                file.parent / f
+                for f in row["files"]
+                if f.startswith(f"diagnostics/{row['row']}-{seed}-")
+            ]
+            kept = [
+                json.loads(f.read_text())["numbers"]
+                for f in mine
+                if f.suffix == ".json"
+            ]
             alone = scores if len(row["seeds"]) == 1 else {}
-            found.setdefault(row["row"], {})[seed] = alone | {k: v for one in kept for k, v in one.items()}
+            found.setdefault(row["row"], {})[seed] = alone | {
+                k: v for one in kept for k, v in one.items()
+            }
     return found
 
 
 # --- comparisons ---
 
 
-def judged(evidence: Mapping[str, Any], sources: Mapping[str, Any], root: Path = ROOT) -> list[Judged]:
+def judged(
+    evidence: Mapping[str, Any], sources: Mapping[str, Any], root: Path = ROOT
+) -> list[Judged]:
     """What a claim's piece of evidence says, once for each data set it is about."""
     source = sources[evidence["source"]]
     found = rows_of(source, root)
     names = list(found) if evidence.get("data") == "*" else [evidence.get("data", "")]
-    than = evidence["than"] if isinstance(evidence["than"], str) else f"{evidence['than']:g}"
+    than = (
+        evidence["than"]
+        if isinstance(evidence["than"], str)
+        else f"{evidence['than']:g}"
+    )
     if "than_score" in evidence:
         than = evidence["than_score"]
     what = f"{evidence.get('better') if evidence['better'] != '*' else ''} {evidence['score']} against {than}".strip()
@@ -100,9 +131,13 @@ def judged(evidence: Mapping[str, Any], sources: Mapping[str, Any], root: Path =
     for name in names or [""]:
         differences = _differences(found.get(name, {}), evidence)
         fewest = 1 if evidence["score"] in COUNTED else FEWEST
-        verdict, effect = _verdict(differences, _sign(evidence), evidence.get("margin", 0.0), fewest)
+        verdict, effect = _verdict(
+            differences, _sign(evidence), evidence.get("margin", 0.0), fewest
+        )
         where = name or source["at"]
-        out.append(Judged(where, what.replace("_", " "), verdict, effect, source["command"]))
+        out.append(
+            Judged(where, what.replace("_", " "), verdict, effect, source["command"])
+        )
     return out
 
 
@@ -111,8 +146,15 @@ def _differences(rows: Rows, evidence: Mapping[str, Any]) -> list[float]:
     score, ours = evidence["score"], _replicates(rows, evidence["better"])
     if not isinstance(evidence["than"], str):
         return [one[score] - evidence["than"] for one in ours.values() if score in one]
-    theirs, other = _replicates(rows, evidence["than"]), evidence.get("than_score", score)
-    shared = [key for key in ours if key in theirs and score in ours[key] and other in theirs[key]]
+    theirs, other = (
+        _replicates(rows, evidence["than"]),
+        evidence.get("than_score", score),
+    )
+    shared = [
+        key
+        for key in ours
+        if key in theirs and score in ours[key] and other in theirs[key]
+    ]
     return [ours[key][score] - theirs[key][other] for key in shared]
 
 
@@ -132,7 +174,9 @@ def _sign(evidence: Mapping[str, Any]) -> int:
     return Claim(better="", than="", score=evidence["score"]).sign
 
 
-def _verdict(differences: Sequence[float], sign: int, margin: float, fewest: int) -> tuple[str, str]:
+def _verdict(
+    differences: Sequence[float], sign: int, margin: float, fewest: int
+) -> tuple[str, str]:
     if not differences:
         return "not run", ""
     average, interval = mean(differences), t_interval(differences)
@@ -143,8 +187,17 @@ def _verdict(differences: Sequence[float], sign: int, margin: float, fewest: int
     if fewest == 1:
         return "holds" if agrees else "does not hold", effect
     if interval is None or pairs < fewest:
-        word = ("agree" if agrees else "do not agree") if pairs > 1 else "agrees" if agrees else "does not agree"
-        return "undecided", f"{effect}, {'one pair' if pairs == 1 else f'{pairs} pairs'} {word}"
+        word = (
+            ("agree" if agrees else "do not agree")
+            if pairs > 1
+            else "agrees"
+            if agrees
+            else "does not agree"
+        )
+        return (
+            "undecided",
+            f"{effect}, {'one pair' if pairs == 1 else f'{pairs} pairs'} {word}",
+        )
     effect += f" [{interval[0]:+.3g}, {interval[1]:+.3g}], {pairs} pairs"
     low, high = sorted(sign * end + margin for end in interval)
     return "holds" if low > 0 else "does not hold" if high < 0 else "undecided", effect
@@ -161,9 +214,17 @@ def summed(every: Sequence[Judged]) -> str:
     if holding:
         places = dict.fromkeys(one.where for one in holding)
         mixed = any(one.where in places for one in run if one.verdict != "holds")
-        return "holds when: " + "; ".join(dict.fromkeys(one.what if mixed else one.where for one in holding))
+        return "holds when: " + "; ".join(
+            dict.fromkeys(one.what if mixed else one.where for one in holding)
+        )
     verdicts = {one.verdict for one in run}
-    return verdicts.pop() if len(verdicts) == 1 else "does not hold" if "does not hold" in verdicts else "undecided"
+    return (
+        verdicts.pop()
+        if len(verdicts) == 1
+        else "does not hold"
+        if "does not hold" in verdicts
+        else "undecided"
+    )
 
 
 # --- the page ---
@@ -192,12 +253,27 @@ def page(claims: Mapping[str, Any], root: Path = ROOT) -> str:
             "|---|---|---|---|",
         ]
         for claim in paper["claims"]:
-            every = [one for evidence in claim["evidence"] for one in judged(evidence, claims["sources"], root)]
+            every = [
+                one
+                for evidence in claim["evidence"]
+                for one in judged(evidence, claims["sources"], root)
+            ]
             verdict = summed(every)
-            counts[verdict.partition(":")[0]] = counts.get(verdict.partition(":")[0], 0) + 1
-            body.append(f"| {claim['claim']} | {claim['place']} | **{verdict}** | {_evidence(every)} |")
+            counts[verdict.partition(":")[0]] = (
+                counts.get(verdict.partition(":")[0], 0) + 1
+            )
+            body.append(
+                f"| {claim['claim']} | {claim['place']} | **{verdict}** | {_evidence(every)} |"
+            )
     total = ", ".join(f"{word} {count}" for word, count in sorted(counts.items()))
-    lines += ["", f"{sum(counts.values())} claims: {total}.", *body, "", "## Commands", ""]
+    lines += [
+        "",
+        f"{sum(counts.values())} claims: {total}.",
+        *body,
+        "",
+        "## Commands",
+        "",
+    ]
     for source in claims["sources"].values():
         lines.append(f"- {source['at']}: {source['setting']}. `{source['command']}`")
     return "\n".join(lines) + "\n"
@@ -205,7 +281,8 @@ def page(claims: Mapping[str, Any], root: Path = ROOT) -> str:
 
 def _evidence(every: Sequence[Judged]) -> str:
     return "<br>".join(
-        f"{one.where}: {one.what} {f'{one.effect}, ' if one.effect else ''}{one.verdict}" for one in every
+        f"{one.where}: {one.what} {f'{one.effect}, ' if one.effect else ''}{one.verdict}"
+        for one in every
     )
 
 

@@ -26,7 +26,15 @@ import torch
 from cells import Workers, table
 from cells import run_all as run_jobs
 from timing import alarm, versions
-from zoo_checks import CHECKS, METHODS, OutOfTime, Plain, build_plain, check_pair, words_of
+from zoo_checks import (
+    CHECKS,
+    METHODS,
+    OutOfTime,
+    Plain,
+    build_plain,
+    check_pair,
+    words_of,
+)
 from zoo_models import Architecture
 from zoo_sequences import PACKAGES, architectures
 
@@ -53,7 +61,11 @@ def run_architecture(
             if time.time() < deadline:
                 return [(name, result | {"not_built": {name: words_of(error)}})]
     for method in methods:
-        pair = None if plain is None or time.time() > deadline else _timed_pair(plain, architecture, method, deadline)
+        pair = (
+            None
+            if plain is None or time.time() > deadline
+            else _timed_pair(plain, architecture, method, deadline)
+        )
         if pair is None:
             result["not_run"].append([name, method])
         else:
@@ -61,14 +73,19 @@ def run_architecture(
     return [(name, result)]
 
 
-def _timed_pair(plain: Plain, architecture: Architecture, method: str, deadline: float) -> dict[str, Any] | None:
+def _timed_pair(
+    plain: Plain, architecture: Architecture, method: str, deadline: float
+) -> dict[str, Any] | None:
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             with alarm(_seconds_left(deadline), OutOfTime):
                 found = check_pair(plain, METHODS[method])
-        except (Exception, OutOfTime) as error:  # a deepcopy that fails, or the time limit
+        except (
+            Exception,
+            OutOfTime,
+        ) as error:  # a deepcopy that fails, or the time limit
             if time.time() > deadline:
                 return None
             states = dict.fromkeys(CHECKS, "not run") | {"convert": "fails"}
@@ -87,10 +104,18 @@ def _timed_pair(plain: Plain, architecture: Architecture, method: str, deadline:
 
 
 def _seconds_left(deadline: float) -> float:
-    return max(0.1, min(PAIR_SECONDS, deadline - time.time() + 1))  # so that what it stops is past the deadline
+    return max(
+        0.1, min(PAIR_SECONDS, deadline - time.time() + 1)
+    )  # so that what it stops is past the deadline
 
 
-def run_all(names: Sequence[str], methods: Sequence[str], device: str, deadline: float, workers: int) -> dict[str, Any]:
+def run_all(
+    names: Sequence[str],
+    methods: Sequence[str],
+    device: str,
+    deadline: float,
+    workers: int,
+) -> dict[str, Any]:
     """Results of all architectures together, in the order of their names."""
     results: dict[str, dict[str, Any]] = {}
 
@@ -127,7 +152,10 @@ def _set_up(threads: int = 1) -> None:
 
 def _progress(name: str, results: dict[str, Any]) -> None:
     pairs = results[name]["pairs"]
-    state = results[name]["not_built"].get(name) or f"{sum(p['holds'] for p in pairs)} of {len(pairs)} hold"
+    state = (
+        results[name]["not_built"].get(name)
+        or f"{sum(p['holds'] for p in pairs)} of {len(pairs)} hold"
+    )
     if pairs or results[name]["not_built"]:
         print(f"[{len(results)}] {name}: {state}", file=sys.stderr, flush=True)
 
@@ -143,7 +171,10 @@ def failures(result: dict[str, Any]) -> str:
     """What fails and why, one line for each architecture and reason, and how many pairs hold."""
     rows = _grouped(result["pairs"])
     widths = [max((len(row[i]) for row in rows), default=0) for i in (0, 1)]
-    lines = [f"{row[0]:{widths[0]}}  {row[1]:{widths[1]}}  [{row[2]}] {row[3][:_WIDEST]}" for row in rows]
+    lines = [
+        f"{row[0]:{widths[0]}}  {row[1]:{widths[1]}}  [{row[2]}] {row[3][:_WIDEST]}"
+        for row in rows
+    ]
     lines += [f"not built: {name}: {why}" for name, why in result["not_built"].items()]
     if result["not_run"]:
         lines.append(f"{len(result['not_run'])} pairs not run")
@@ -156,9 +187,13 @@ def failures(result: dict[str, Any]) -> str:
 def _tally(pairs: Pairs) -> str:
     """Of the pairs in which a check ran, how many pass it."""
     ran = {
-        check: [p["checks"][check] for p in pairs if p["checks"][check] != "not run"] for check in pairs[0]["checks"]
+        check: [p["checks"][check] for p in pairs if p["checks"][check] != "not run"]
+        for check in pairs[0]["checks"]
     }
-    return "; ".join(f"{check} {states.count('holds')} of {len(states)}" for check, states in ran.items())
+    return "; ".join(
+        f"{check} {states.count('holds')} of {len(states)}"
+        for check, states in ran.items()
+    )
 
 
 def _failed(pair: dict[str, Any]) -> list[str]:
@@ -170,15 +205,25 @@ def join_runs(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     whole: dict[str, Any] = {"pairs": [], "not_run": [], "not_built": {}, "runs": []}
     for run in runs:
         judged = {p["architecture"] for p in run["pairs"]}
-        whole["pairs"] = [p for p in whole["pairs"] if p["architecture"] not in judged] + run["pairs"]
-        whole["not_run"] = [pair for pair in whole["not_run"] if pair[0] not in judged] + run["not_run"]
+        whole["pairs"] = [
+            p for p in whole["pairs"] if p["architecture"] not in judged
+        ] + run["pairs"]
+        whole["not_run"] = [
+            pair for pair in whole["not_run"] if pair[0] not in judged
+        ] + run["not_run"]
         whole["not_built"] |= run["not_built"]
-        whole["runs"].append({key: run[key] for key in ("device", "versions")} | {"count": len(judged)})
+        whole["runs"].append(
+            {key: run[key] for key in ("device", "versions")} | {"count": len(judged)}
+        )
     return whole
 
 
 def _said(run: dict[str, Any]) -> str:
-    used = {name: number for name, number in run["versions"].items() if number != "not installed"}
+    used = {
+        name: number
+        for name, number in run["versions"].items()
+        if number != "not installed"
+    }
     return f"{run['count']} on {run['device']} with {', '.join(f'{name} {number}' for name, number in used.items())}"
 
 
@@ -197,16 +242,31 @@ def page(runs: Sequence[dict[str, Any]], checks: Sequence[str]) -> str:
         "",
         f"**{count(pairs)}** on {built} architectures ({said}).",
     ]
-    parts = [head, _counts(pairs), _by_check(pairs, checks), _reasons(pairs), _slow(pairs), _rest(result)]
+    parts = [
+        head,
+        _counts(pairs),
+        _by_check(pairs, checks),
+        _reasons(pairs),
+        _slow(pairs),
+        _rest(result),
+    ]
     return "\n".join(line for part in parts for line in [*part, ""]).rstrip() + "\n"
 
 
 def _counts(pairs: Pairs) -> list[str]:
-    packages, methods = (list(dict.fromkeys(p[key] for p in pairs)) for key in ("package", "method"))
+    packages, methods = (
+        list(dict.fromkeys(p[key] for p in pairs)) for key in ("package", "method")
+    )
     lines = [["package", *methods, "all"]]
     for package in [*packages, "all"]:
         rows = [p for p in pairs if package in (p["package"], "all")]
-        lines.append([package, *(_share([p for p in rows if p["method"] == one]) for one in methods), _share(rows)])
+        lines.append(
+            [
+                package,
+                *(_share([p for p in rows if p["method"] == one]) for one in methods),
+                _share(rows),
+            ]
+        )
     return ["## How many pairs hold", "", *table(lines)]
 
 
@@ -217,7 +277,10 @@ def _share(pairs: Pairs) -> str:
 def _by_check(pairs: Pairs, checks: Sequence[str]) -> list[str]:
     states = ("holds", "fails", "not run")
     found = {check: [p["checks"][check] for p in pairs] for check in checks}
-    lines = [[check, *(mine.count(state) for state in states)] for check, mine in found.items()]
+    lines = [
+        [check, *(mine.count(state) for state in states)]
+        for check, mine in found.items()
+    ]
     return ["## By check", "", *table([["check", *states], *lines])]
 
 
@@ -230,11 +293,16 @@ def _grouped(pairs: Pairs) -> list[tuple[str, str, str, str]]:
             why = pair["errors"].get(check, "")
             alike = re.sub(r"\d", "", why)[:_WIDEST]
             said.setdefault(pair["architecture"] + alike, why)
-            methods.setdefault((pair["architecture"], check, alike), []).append(pair["method"])
+            methods.setdefault((pair["architecture"], check, alike), []).append(
+                pair["method"]
+            )
     checks: dict[tuple[str, str, str], list[str]] = {}
     for (name, check, alike), which in methods.items():
         checks.setdefault((name, ", ".join(which), alike), []).append(check)
-    return [(name, ", ".join(some), which, said[name + alike]) for (name, which, alike), some in checks.items()]
+    return [
+        (name, ", ".join(some), which, said[name + alike])
+        for (name, which, alike), some in checks.items()
+    ]
 
 
 def _reasons(pairs: Pairs) -> list[str]:
@@ -242,7 +310,11 @@ def _reasons(pairs: Pairs) -> list[str]:
     if not rows:
         return ["## What fails", "", "Nothing."]
     lines = [(*where, _cell(why)) for *where, why in rows]
-    return ["## What fails", "", *table([("architecture", "checks", "methods", "reason"), *lines])]
+    return [
+        "## What fails",
+        "",
+        *table([("architecture", "checks", "methods", "reason"), *lines]),
+    ]
 
 
 def _cell(text: str) -> str:
@@ -255,7 +327,9 @@ def _slow(pairs: Pairs) -> list[str]:
     for pair in pairs:
         if pair["draw_by_draw"]:
             rows.setdefault(pair["architecture"], []).append(pair["method"])
-    lines = [f"- {name}: {', '.join(methods)}" for name, methods in rows.items()] or ["None."]
+    lines = [f"- {name}: {', '.join(methods)}" for name, methods in rows.items()] or [
+        "None."
+    ]
     return [
         "## Run draw by draw",
         "",
@@ -266,34 +340,61 @@ def _slow(pairs: Pairs) -> list[str]:
 
 
 def _rest(result: dict[str, Any]) -> list[str]:
-    lines = [f"- {name} was not built: {_cell(why)}" for name, why in result["not_built"].items()]
+    lines = [
+        f"- {name} was not built: {_cell(why)}"
+        for name, why in result["not_built"].items()
+    ]
     if result["not_run"]:
-        lines.append(f"- {len(result['not_run'])} pairs were not run, for lack of time.")
+        lines.append(
+            f"- {len(result['not_run'])} pairs were not run, for lack of time."
+        )
     return ["## Not judged", "", *lines] if lines else []
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
     if chosen.table:
-        chosen.docs.write_text(page([json.loads(file.read_text()) for file in chosen.table], CHECKS))
+        chosen.docs.write_text(
+            page([json.loads(file.read_text()) for file in chosen.table], CHECKS)
+        )
         print(f"wrote {chosen.docs}")
         return 0
     names = [one.name for one in architectures() if re.search(chosen.only, one.name)]
     methods = chosen.methods.split(",") if chosen.methods else list(METHODS)
     if unknown := [m for m in methods if m not in METHODS]:
-        raise SystemExit(f"--methods knows no {', '.join(unknown)}; choose from {','.join(METHODS)}.")
+        raise SystemExit(
+            f"--methods knows no {', '.join(unknown)}; choose from {','.join(METHODS)}."
+        )
     if not names:
-        raise SystemExit(f"--only {chosen.only!r} matches no architecture of the packages installed; see --list.")
+        raise SystemExit(
+            f"--only {chosen.only!r} matches no architecture of the packages installed; see --list."
+        )
     if chosen.list:
-        print("\n".join([*names, f"{len(names)} architectures; methods: {', '.join(methods)}"]))
+        print(
+            "\n".join(
+                [*names, f"{len(names)} architectures; methods: {', '.join(methods)}"]
+            )
+        )
         return 0
     _set_up(torch.get_num_threads())
     start = time.time()
-    found = run_all(names, methods, chosen.device, start + chosen.limit_seconds, chosen.workers)
-    owners = importlib.metadata.packages_distributions()  # what is imported as kan is installed as pykan
+    found = run_all(
+        names, methods, chosen.device, start + chosen.limit_seconds, chosen.workers
+    )
+    owners = (
+        importlib.metadata.packages_distributions()
+    )  # what is imported as kan is installed as pykan
     installed = versions("torch", *(owners.get(name, [name])[0] for name in PACKAGES))
-    made_by = {"python": platform.python_version(), "slimbayes": sb.__version__} | installed
-    result = {"versions": made_by, "device": chosen.device, "seconds": round(time.time() - start, 1), **found}
+    made_by = {
+        "python": platform.python_version(),
+        "slimbayes": sb.__version__,
+    } | installed
+    result = {
+        "versions": made_by,
+        "device": chosen.device,
+        "seconds": round(time.time() - start, 1),
+        **found,
+    }
     if chosen.add and chosen.out.exists():
         joined = join_runs([json.loads(chosen.out.read_text()), result])
         result |= {key: joined[key] for key in ("pairs", "not_run", "not_built")}
@@ -307,19 +408,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--only", default="", metavar="REGEX", help="architectures whose name matches, such as '^timm/'"
+        "--only",
+        default="",
+        metavar="REGEX",
+        help="architectures whose name matches, such as '^timm/'",
     )
     parser.add_argument("--methods", help=f"some of {','.join(METHODS)}")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument(
-        "--limit-seconds", type=float, default=float("inf"), help="then stop and list the rest as not run"
+        "--limit-seconds",
+        type=float,
+        default=float("inf"),
+        help="then stop and list the rest as not run",
     )
     parser.add_argument("--out", type=Path, metavar="FILE.json")
-    parser.add_argument("--add", action="store_true", help="keep what --out has of other architectures")
+    parser.add_argument(
+        "--add", action="store_true", help="keep what --out has of other architectures"
+    )
     parser.add_argument("--list", action="store_true", help="what would run")
     parser.add_argument(
-        "--table", type=Path, nargs="+", metavar="FILE.json", help="write --docs from earlier runs and do nothing else"
+        "--table",
+        type=Path,
+        nargs="+",
+        metavar="FILE.json",
+        help="write --docs from earlier runs and do nothing else",
     )
     parser.add_argument("--docs", type=Path, default=Path("docs/zoo.md"))
     return parser

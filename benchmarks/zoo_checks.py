@@ -47,18 +47,30 @@ class Method:
 def _patch(model: nn.Module) -> str:
     """Norm layers, or the output layer of a network that has none."""
     norms = (m for m in model.modules() if "Norm" in type(m).__name__)
-    return "norm" if any(next(m.parameters(recurse=False), None) is not None for m in norms) else "output"
+    return (
+        "norm"
+        if any(next(m.parameters(recurse=False), None) is not None for m in norms)
+        else "output"
+    )
 
 
 def _dropout(model: nn.Module, rate: float) -> sb.Config:
     own = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules())
-    return sb.MCDropout(rate=rate) if own else sb.MCDropout(rate=rate, before=_patch(model))
+    return (
+        sb.MCDropout(rate=rate)
+        if own
+        else sb.MCDropout(rate=rate, before=_patch(model))
+    )
 
 
 def _model_patch(cross: bool) -> Method:
     return Method(
-        lambda m: sb.ModelPatch(components=2, cross=cross, patch=_patch(m), init="copies", jitter=0.0),
-        lambda m: sb.ModelPatch(components=2, cross=cross, patch=_patch(m), init="copies", jitter=0.2),
+        lambda m: sb.ModelPatch(
+            components=2, cross=cross, patch=_patch(m), init="copies", jitter=0.0
+        ),
+        lambda m: sb.ModelPatch(
+            components=2, cross=cross, patch=_patch(m), init="copies", jitter=0.2
+        ),
         draws=8,
         may_rest=True,
     )
@@ -70,20 +82,30 @@ def _always(neutral: sb.Config, usual: sb.Config, close: float = CLOSE) -> Metho
 
 ONE, TINY = sb.Point(1.0), 2e-7  # scales have a floor of 1e-7
 METHODS: dict[str, Method] = {
-    "rank1-normal": _always(sb.Rank1(members=2, mean_init=ONE, scale_init=TINY, scale_jitter=0.0), sb.Rank1(members=2)),
+    "rank1-normal": _always(
+        sb.Rank1(members=2, mean_init=ONE, scale_init=TINY, scale_jitter=0.0),
+        sb.Rank1(members=2),
+    ),
     "rank1-cauchy": _always(
         sb.Rank1(members=2, prior=sb.Cauchy(1.0, 0.1), mean_init=ONE, scale_init=TINY),
         sb.Rank1(members=2, prior=sb.Cauchy(1.0, 0.1)),
         close=0.2,  # the largest of a million Cauchy draws is a million scales away
     ),
-    "batchensemble": _always(sb.BatchEnsemble(members=2, mean_init=ONE), sb.BatchEnsemble(members=2)),
+    "batchensemble": _always(
+        sb.BatchEnsemble(members=2, mean_init=ONE), sb.BatchEnsemble(members=2)
+    ),
     "ktied": _always(sb.KTied(rank=2, scale_init=1e-8), sb.KTied(rank=2)),
-    "meanfield": _always(sb.MeanField(scale_init=1e-8, scale_jitter=0.0), sb.MeanField()),
+    "meanfield": _always(
+        sb.MeanField(scale_init=1e-8, scale_jitter=0.0), sb.MeanField()
+    ),
     "emp": _model_patch(cross=False),
     "ecmp": _model_patch(cross=True),
     "dropconnect": _always(sb.DropConnect(rate=0.0), sb.DropConnect(rate=0.1)),
     "mcdropout": Method(lambda m: _dropout(m, 0.0), lambda m: _dropout(m, 0.1)),
-    "ensemble": replace(_always(sb.Ensemble(members=2, init="copies"), sb.Ensemble(members=2)), may_be_zero=True),
+    "ensemble": replace(
+        _always(sb.Ensemble(members=2, init="copies"), sb.Ensemble(members=2)),
+        may_be_zero=True,
+    ),
 }
 
 
@@ -138,7 +160,10 @@ def _enliven(model: nn.Module) -> nn.Module:
 def _settle(model: nn.Module, inputs: Inputs) -> None:
     """Give batch norms the statistics of the input: with their first ones, signals of a deep random net die out."""
     norms = [
-        m for m in model.modules() if isinstance(getattr(m, "running_mean", None), Tensor) and hasattr(m, "momentum")
+        m
+        for m in model.modules()
+        if isinstance(getattr(m, "running_mean", None), Tensor)
+        and hasattr(m, "momentum")
     ]
     former = [norm.momentum for norm in norms]
     for norm in norms:
@@ -147,13 +172,19 @@ def _settle(model: nn.Module, inputs: Inputs) -> None:
     model(*inputs[0], **inputs[1])
     for norm, momentum in zip(norms, former, strict=True):
         norm.momentum = momentum
-        norm.running_var.clamp_(min=0.1 * float(norm.running_var.mean()))  # three rows may agree by chance
+        norm.running_var.clamp_(
+            min=0.1 * float(norm.running_var.mean())
+        )  # three rows may agree by chance
 
 
 def _asleep(model: nn.Module, inputs: Inputs) -> set[str]:
     model.train()
     _weighted_sum(_leaves(model(*inputs[0], **inputs[1]))).backward()
-    return {name for name, p in model.named_parameters() if p.grad is None or not bool(p.grad.any())}
+    return {
+        name
+        for name, p in model.named_parameters()
+        if p.grad is None or not bool(p.grad.any())
+    }
 
 
 @torch.no_grad()
@@ -163,13 +194,19 @@ def _run(model: nn.Module, inputs: Inputs) -> list[Tensor]:
 
 def _leaves(outputs: Any) -> list[Tensor]:
     """Every tensor of real numbers in what a model returns."""
-    return [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()]
+    return [
+        t
+        for t in pytree.tree_leaves(outputs)
+        if isinstance(t, Tensor) and t.is_floating_point()
+    ]
 
 
 def _weighted_sum(leaves: Sequence[Tensor]) -> Tensor:
     """A plain sum is constant behind a softmax or a norm, so numbers get random weights."""
     torch.manual_seed(1)
-    return torch.stack([(t.float() * torch.randn(t.shape, device=t.device)).sum() for t in leaves]).sum()
+    return torch.stack(
+        [(t.float() * torch.randn(t.shape, device=t.device)).sum() for t in leaves]
+    ).sum()
 
 
 # --- one pair
@@ -203,7 +240,9 @@ def check_pair(plain: Plain, method: Method) -> dict[str, Any]:
     return found
 
 
-def _sampled(net: nn.Module, inputs: Inputs, draws: int, **options: Any) -> list[Tensor]:
+def _sampled(
+    net: nn.Module, inputs: Inputs, draws: int, **options: Any
+) -> list[Tensor]:
     torch.manual_seed(2)
     return _leaves(sb.sample(net, *inputs[0], draws=draws, **options, **inputs[1]))
 
@@ -216,7 +255,11 @@ def _check_neutral(plain: Plain, net: nn.Module, method: Method) -> None:
 
 
 def _compare(
-    what: str, got: Sequence[Tensor], wanted: Sequence[Tensor], close: float = CLOSE, draws: bool = False
+    what: str,
+    got: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    close: float = CLOSE,
+    draws: bool = False,
 ) -> None:
     """Equal up to rounding; with `draws`, `got` has an axis of draws in front."""
     if len(got) != len(wanted):
@@ -224,14 +267,20 @@ def _compare(
     for one, other in zip(got, wanted, strict=True):
         shape = one.shape[1:] if draws else one.shape
         if shape != other.shape:
-            raise Failed(f"{what} gives the shape {tuple(one.shape)} for {tuple(other.shape)}")
+            raise Failed(
+                f"{what} gives the shape {tuple(one.shape)} for {tuple(other.shape)}"
+            )
         off = _off(one, other)
         if not off <= close:
             raise Failed(f"{what} is off by {off:.1e} of the largest output")
 
 
 def _off(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max() / other.abs().max().clamp_min(1e-30)) if one.numel() else 0.0
+    return (
+        float((one - other).abs().max() / other.abs().max().clamp_min(1e-30))
+        if one.numel()
+        else 0.0
+    )
 
 
 def _check_draws(plain: Plain, net: nn.Module, method: Method) -> None:
@@ -248,7 +297,9 @@ def _check_fold(plain: Plain, net: nn.Module, method: Method) -> None:
     except Failed as told:
         # A deep random net may blow rounding up; what vanishes in float64 is rounding.
         try:
-            wide = pytree.tree_map(lambda t: t.double() if t.is_floating_point() else t, plain.inputs)
+            wide = pytree.tree_map(
+                lambda t: t.double() if t.is_floating_point() else t, plain.inputs
+            )
             _compare_folded(deepcopy(net).double(), wide, method.draws)
         except Exception:
             raise told from None
@@ -267,16 +318,30 @@ def _check_gradients(plain: Plain, net: nn.Module, method: Method) -> None:
     net.train()
     _weighted_sum(_sampled(net, plain.inputs, method.draws)).backward()
     net.eval()
-    own = {name: p.grad for name, p in net.named_parameters() if _is_posterior(name) and p.requires_grad}
-    bad = [name for name, grad in own.items() if grad is not None and not bool(grad.isfinite().all())]
+    own = {
+        name: p.grad
+        for name, p in net.named_parameters()
+        if _is_posterior(name) and p.requires_grad
+    }
+    bad = [
+        name
+        for name, grad in own.items()
+        if grad is not None and not bool(grad.isfinite().all())
+    ]
     if bad:
         raise Failed(f"gradients that are not finite: {_some(bad)}")
-    awake = {name for name, grad in own.items() if grad is not None and (method.may_be_zero or bool(grad.any()))}
+    awake = {
+        name
+        for name, grad in own.items()
+        if grad is not None and (method.may_be_zero or bool(grad.any()))
+    }
     layers = {_layer(name) for name in awake}
     resting = [
         n
         for n in own
-        if n not in awake and not _asleep_in_plain(n, plain) and not (method.may_rest and _layer(n) in layers)
+        if n not in awake
+        and not _asleep_in_plain(n, plain)
+        and not (method.may_rest and _layer(n) in layers)
     ]
     if resting:
         raise Failed(f"no gradient: {_some(resting)}")
@@ -296,7 +361,10 @@ def _asleep_in_plain(name: str, plain: Plain) -> bool:
     if repeated := re.search(r"(?:^|\.)others\.\d+\.(.+)", rest):
         return f"{layer}.{repeated[1]}".strip(".") in plain.asleep
     try:
-        own = [f"{layer}.{n}".strip(".") for n, _ in plain.model.get_submodule(layer.strip(".")).named_parameters()]
+        own = [
+            f"{layer}.{n}".strip(".")
+            for n, _ in plain.model.get_submodule(layer.strip(".")).named_parameters()
+        ]
     except AttributeError:  # the posterior is kept elsewhere
         return False
     return bool(own) and plain.asleep.issuperset(own)
@@ -308,12 +376,21 @@ def _check_undo(plain: Plain, net: nn.Module) -> None:
     if list(now) != list(before) or [n for n, _ in net.named_parameters()] != [
         n for n, _ in plain.model.named_parameters()
     ]:
-        raise Failed(f"names differ: {_some(sorted(now.keys() ^ before.keys())) or 'their order'}")
-    changed = [name for name in now if isinstance(now[name], Tensor) and not torch.equal(now[name], before[name])]
+        raise Failed(
+            f"names differ: {_some(sorted(now.keys() ^ before.keys())) or 'their order'}"
+        )
+    changed = [
+        name
+        for name in now
+        if isinstance(now[name], Tensor) and not torch.equal(now[name], before[name])
+    ]
     types = [
         n
-        for (n, a), (_, b) in zip(net.named_modules(), plain.model.named_modules(), strict=True)
-        if type(a).__qualname__ != type(b).__qualname__  # every module of torch.fx has a class of its own
+        for (n, a), (_, b) in zip(
+            net.named_modules(), plain.model.named_modules(), strict=True
+        )
+        if type(a).__qualname__
+        != type(b).__qualname__  # every module of torch.fx has a class of its own
     ]
     if changed or types:
         raise Failed(f"changed: {_some(changed + types)}")
@@ -325,7 +402,9 @@ def _check_undo(plain: Plain, net: nn.Module) -> None:
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(names[:3]) + (
+        f" and {len(names) - 3} more" if len(names) > 3 else ""
+    )
 
 
 def words_of(error: BaseException) -> str:

@@ -42,11 +42,19 @@ def architectures() -> list[Architecture]:
     makers = {"transformers": _transformers, "timm": _timm, "torchvision": _torchvision}
     for package, entries in MAKERS.items():
         makers[package] = partial(_named, package, entries)
-    return [one for package in PACKAGES if importlib.util.find_spec(package) for one in makers[package]()]
+    return [
+        one
+        for package in PACKAGES
+        if importlib.util.find_spec(package)
+        for one in makers[package]()
+    ]
 
 
 def _named(package: str, entries: Callable[[], Any]) -> list[Architecture]:
-    return [Architecture(f"{package}/{name}", build, inputs) for name, build, inputs in entries()]
+    return [
+        Architecture(f"{package}/{name}", build, inputs)
+        for name, build, inputs in entries()
+    ]
 
 
 def image(side: int, key: str = "", channels: int = 3) -> dict[str, Any]:
@@ -55,7 +63,10 @@ def image(side: int, key: str = "", channels: int = 3) -> dict[str, Any]:
 
 def words(**more: Any) -> dict[str, Any]:
     """Token ids above those that mean padding, beginning or end."""
-    return {"input_ids": torch.randint(4, WORDS, (B, L)), **{key: make() for key, make in more.items()}}
+    return {
+        "input_ids": torch.randint(4, WORDS, (B, L)),
+        **{key: make() for key, make in more.items()},
+    }
 
 
 def _mask() -> torch.Tensor:
@@ -80,7 +91,11 @@ _NAMES = {
     "use_cache": False,
 }
 _GROUPED = {"num_key_value_heads": 2}
-_PYRAMID = {"hidden_sizes": [8, 8, 16, 16], "depths": [1] * 4, "num_attention_heads": [1, 1, 2, 2]}
+_PYRAMID = {
+    "hidden_sizes": [8, 8, 16, 16],
+    "depths": [1] * 4,
+    "num_attention_heads": [1, 1, 2, 2],
+}
 _GPT = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 16, "n_inner": 48}
 _SEQ2SEQ = {
     "d_model": WIDTH,
@@ -92,7 +107,14 @@ _SEQ2SEQ = {
     "decoder_ffn_dim": 48,
     "decoder_start_token_id": 1,
 }
-_T5 = {"d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 1}
+_T5 = {
+    "d_model": WIDTH,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 1,
+}
 _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "num_experts": 2}
 
 _ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -104,22 +126,45 @@ _ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "albert": ("AlbertForSequenceClassification", {"embedding_size": 16}),
     "electra": ("ElectraForSequenceClassification", {"embedding_size": 16}),
-    "deberta": ("DebertaForSequenceClassification", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
-    "deberta-v2": ("DebertaV2ForSequenceClassification", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
+    "deberta": (
+        "DebertaForSequenceClassification",
+        {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
+    ),
+    "deberta-v2": (
+        "DebertaV2ForSequenceClassification",
+        {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
+    ),
     "xlm-roberta": ("XLMRobertaForSequenceClassification", {}),
     "mpnet": ("MPNetForSequenceClassification", {}),
-    "convbert": ("ConvBertForSequenceClassification", {"embedding_size": WIDTH, "conv_kernel_size": 3}),
+    "convbert": (
+        "ConvBertForSequenceClassification",
+        {"embedding_size": WIDTH, "conv_kernel_size": 3},
+    ),
     "squeezebert": ("SqueezeBertForSequenceClassification", {"embedding_size": WIDTH}),
-    "mobilebert": ("MobileBertForSequenceClassification", {"embedding_size": 16, "intra_bottleneck_size": 16}),
-    "modernbert": ("ModernBertForSequenceClassification", {"classifier_pooling": "mean"}),
-    "xlnet": ("XLNetForSequenceClassification", {"d_model": WIDTH, "n_layer": 2, "n_head": 4, "d_inner": 48}),
+    "mobilebert": (
+        "MobileBertForSequenceClassification",
+        {"embedding_size": 16, "intra_bottleneck_size": 16},
+    ),
+    "modernbert": (
+        "ModernBertForSequenceClassification",
+        {"classifier_pooling": "mean"},
+    ),
+    "xlnet": (
+        "XLNetForSequenceClassification",
+        {"d_model": WIDTH, "n_layer": 2, "n_head": 4, "d_inner": 48},
+    ),
     "fnet": ("FNetForSequenceClassification", {"tpu_short_seq_length": L}),
 }
 _DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", _GPT),
     "gpt-neo": (
         "GPTNeoForCausalLM",
-        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4},
+        {
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 4,
+        },
     ),
     "gptj": ("GPTJForCausalLM", {**_GPT, "rotary_dim": 4}),
     "gpt-neox": ("GPTNeoXForCausalLM", {}),
@@ -140,7 +185,16 @@ _DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2ForCausalLM", _GROUPED),
     "cohere": ("CohereForCausalLM", _GROUPED),
     "mamba": ("MambaForCausalLM", {"state_size": 4, "time_step_rank": 2}),
-    "mamba2": ("Mamba2ForCausalLM", {"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4}),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        {
+            "state_size": 4,
+            "num_heads": 8,
+            "head_dim": 8,
+            "n_groups": 1,
+            "chunk_size": 4,
+        },
+    ),
 }
 _TRANSLATORS: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("T5ForConditionalGeneration", _T5),
@@ -148,22 +202,42 @@ _TRANSLATORS: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": ("BartForConditionalGeneration", _SEQ2SEQ),
     "pegasus": ("PegasusForConditionalGeneration", _SEQ2SEQ),
 }
-_STAGES = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "image_size": 32, "patch_size": 4}
+_STAGES = {
+    "embed_dim": 16,
+    "depths": [1, 1],
+    "num_heads": [2, 4],
+    "window_size": 4,
+    "image_size": 32,
+    "patch_size": 4,
+}
 _CONVNEXT = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}
 _PATCHES = {"image_size": 16, "patch_size": 4}
 _SEEING: dict[str, tuple[str, dict[str, Any], int]] = {
     "vit": ("ViTForImageClassification", _PATCHES, 16),
     "deit": ("DeiTForImageClassification", _PATCHES, 16),
-    "beit": ("BeitForImageClassification", {**_PATCHES, "use_relative_position_bias": True}, 16),
+    "beit": (
+        "BeitForImageClassification",
+        {**_PATCHES, "use_relative_position_bias": True},
+        16,
+    ),
     "dinov2": ("Dinov2ForImageClassification", _PATCHES, 16),
-    "siglip": ("SiglipForImageClassification", {"vision_config": {**_NAMES, **_PATCHES}}, 16),
+    "siglip": (
+        "SiglipForImageClassification",
+        {"vision_config": {**_NAMES, **_PATCHES}},
+        16,
+    ),
     "swin": ("SwinForImageClassification", _STAGES, 32),
     "swinv2": ("Swinv2ForImageClassification", _STAGES, 32),
     "convnext": ("ConvNextForImageClassification", _CONVNEXT, 32),
     "convnextv2": ("ConvNextV2ForImageClassification", _CONVNEXT, 32),
     "resnet": (
         "ResNetForImageClassification",
-        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+        {
+            "embedding_size": 8,
+            "hidden_sizes": [8, 16],
+            "depths": [1, 1],
+            "layer_type": "basic",
+        },
         32,
     ),
     "mobilevit": (
@@ -176,12 +250,26 @@ _SEEING: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         64,
     ),
-    "segformer": ("SegformerForSemanticSegmentation", {**_PYRAMID, "decoder_hidden_size": 16}, 64),
+    "segformer": (
+        "SegformerForSemanticSegmentation",
+        {**_PYRAMID, "decoder_hidden_size": 16},
+        64,
+    ),
     "pvt": ("PvtForImageClassification", {**_PYRAMID, "image_size": 64}, 64),
-    "poolformer": ("PoolFormerForImageClassification", {"hidden_sizes": [8, 8, 16, 16], "depths": [1] * 4}, 64),
+    "poolformer": (
+        "PoolFormerForImageClassification",
+        {"hidden_sizes": [8, 8, 16, 16], "depths": [1] * 4},
+        64,
+    ),
     "focalnet": (
         "FocalNetForImageClassification",
-        {"embed_dim": 8, "depths": [1, 1], "focal_levels": [1, 1], "focal_windows": [3, 3], "image_size": 32},
+        {
+            "embed_dim": 8,
+            "depths": [1, 1],
+            "focal_levels": [1, 1],
+            "focal_windows": [3, 3],
+            "image_size": 32,
+        },
         32,
     ),
 }
@@ -203,25 +291,39 @@ _WHISPER = {
     "max_target_positions": 16,
     "apply_spec_augment": False,
 }
-_CLIP = {"text_config": {**_NAMES}, "vision_config": {**_NAMES, **_PATCHES}, "projection_dim": 16}
+_CLIP = {
+    "text_config": {**_NAMES},
+    "vision_config": {**_NAMES, **_PATCHES},
+    "projection_dim": 16,
+}
 
 
 def _transformers() -> list[Architecture]:
-    found = [_hf(name, model, more, partial(words, attention_mask=_mask)) for name, (model, more) in _ENCODERS.items()]
-    found += [_hf(name, model, more, words) for name, (model, more) in _DECODERS.items()]
+    found = [
+        _hf(name, model, more, partial(words, attention_mask=_mask))
+        for name, (model, more) in _ENCODERS.items()
+    ]
+    found += [
+        _hf(name, model, more, words) for name, (model, more) in _DECODERS.items()
+    ]
     found += [
         _hf(name, model, more, partial(words, decoder_input_ids=_targets))
         for name, (model, more) in _TRANSLATORS.items()
     ]
     found += [
-        _hf(name, model, more, partial(image, side, "pixel_values")) for name, (model, more, side) in _SEEING.items()
+        _hf(name, model, more, partial(image, side, "pixel_values"))
+        for name, (model, more, side) in _SEEING.items()
     ]
     found += [
         _hf(name, f"{model}ForSequenceClassification", _HEARING, _sound)
         for name, model in (("wav2vec2", "Wav2Vec2"), ("hubert", "Hubert"))
     ]
     found.append(_hf("whisper", "WhisperForConditionalGeneration", _WHISPER, _mel))
-    found.append(_hf("clip", "CLIPModel", _CLIP, lambda: {**words(), **image(16, "pixel_values")}))
+    found.append(
+        _hf(
+            "clip", "CLIPModel", _CLIP, lambda: {**words(), **image(16, "pixel_values")}
+        )
+    )
     return found
 
 
@@ -237,8 +339,12 @@ def _mel() -> dict[str, Any]:
     return {"input_features": torch.randn(B, 8, 16), "decoder_input_ids": _targets()}
 
 
-def _hf(name: str, model: str, more: dict[str, Any], inputs: Callable[[], dict[str, Any]]) -> Architecture:
-    return Architecture(f"transformers/{name}", partial(_from_config, model, more), inputs)
+def _hf(
+    name: str, model: str, more: dict[str, Any], inputs: Callable[[], dict[str, Any]]
+) -> Architecture:
+    return Architecture(
+        f"transformers/{name}", partial(_from_config, model, more), inputs
+    )
 
 
 def _from_config(model: str, more: dict[str, Any]) -> nn.Module:
@@ -263,7 +369,13 @@ _TIMM_PLAIN = """
     densenet121 vgg11_bn dla34 hrnet_w18_small edgenext_xx_small fastvit_t8 ghostnet_100 repvgg_a0 res2net50_26w_4s
     xception41 darknet53 cspresnet50 mnasnet_small mobileone_s0
 """
-_SWIN = {"img_size": 64, "window_size": 4, "embed_dim": 24, "depths": (2, 1, 1, 1), "num_heads": (2, 2, 2, 2)}
+_SWIN = {
+    "img_size": 64,
+    "window_size": 4,
+    "embed_dim": 24,
+    "depths": (2, 1, 1, 1),
+    "num_heads": (2, 2, 2, 2),
+}
 # "side" is for those that take no img_size.
 _THIN = {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 4}
 _TIMM: dict[str, dict[str, Any]] = {name: {} for name in _TIMM_PLAIN.split()} | {
@@ -297,7 +409,11 @@ def _timm() -> list[Architecture]:
     for name, more in _TIMM.items():
         options = {key: value for key, value in more.items() if key != "side"}
         side = more.get("side") or more.get("img_size", 64)
-        found.append(Architecture(f"timm/{name}", partial(_from_timm, name, options), partial(image, side)))
+        found.append(
+            Architecture(
+                f"timm/{name}", partial(_from_timm, name, options), partial(image, side)
+            )
+        )
     return found
 
 
@@ -306,7 +422,9 @@ def _from_timm(name: str, options: dict[str, Any]) -> nn.Module:
 
     try:
         return timm.create_model(name, pretrained=False, num_classes=C, **options)
-    except TypeError:  # a convolutional model that takes no img_size, or one that fixes its widths
+    except (
+        TypeError
+    ):  # a convolutional model that takes no img_size, or one that fixes its widths
         return timm.create_model(name, pretrained=False, num_classes=C)
 
 
@@ -324,7 +442,10 @@ _VISION: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "googlenet": ("", {"init_weights": False, "aux_logits": False}, _SQUARE),
     "inception_v3": ("", {"init_weights": False}, (3, 299, 299)),
     **dict.fromkeys(("r3d_18", "mc3_18", "r2plus1d_18"), ("video", {}, (3, 4, 32, 32))),
-    **dict.fromkeys(("fcn_resnet50", "deeplabv3_resnet50", "lraspp_mobilenet_v3_large"), ("segmentation", {}, _SQUARE)),
+    **dict.fromkeys(
+        ("fcn_resnet50", "deeplabv3_resnet50", "lraspp_mobilenet_v3_large"),
+        ("segmentation", {}, _SQUARE),
+    ),
 }
 
 
@@ -332,7 +453,9 @@ def _torchvision() -> list[Architecture]:
     found = []
     for name, (part, more, shape) in _VISION.items():
         build = partial(_from_torchvision, name, part, more)
-        found.append(Architecture(f"torchvision/{name}", build, partial(_positional, shape)))
+        found.append(
+            Architecture(f"torchvision/{name}", build, partial(_positional, shape))
+        )
     return found
 
 

@@ -30,7 +30,10 @@ def _made(module: str, name: str, *args: Any, **options: Any) -> Any:
 
 
 def _words(rows: int = B, length: int = L, **more: Callable[[], Tensor]) -> Inputs:
-    return {"": torch.randint(4, WORDS, (rows, length)), **{key: make() for key, make in more.items()}}
+    return {
+        "": torch.randint(4, WORDS, (rows, length)),
+        **{key: make() for key, make in more.items()},
+    }
 
 
 def _numbers(*shape: int) -> Inputs:
@@ -48,9 +51,26 @@ def _lengths() -> Tensor:
 # --- sequences
 
 
-def _decoder(kind: str = "Decoder", options: Inputs | None = None, **more: Any) -> nn.Module:
-    layers = _made("x_transformers", kind, dim=WIDTH, depth=2, heads=4, attn_dim_head=8, **(options or {}))
-    return _made("x_transformers", "TransformerWrapper", num_tokens=WORDS, max_seq_len=16, attn_layers=layers, **more)
+def _decoder(
+    kind: str = "Decoder", options: Inputs | None = None, **more: Any
+) -> nn.Module:
+    layers = _made(
+        "x_transformers",
+        kind,
+        dim=WIDTH,
+        depth=2,
+        heads=4,
+        attn_dim_head=8,
+        **(options or {}),
+    )
+    return _made(
+        "x_transformers",
+        "TransformerWrapper",
+        num_tokens=WORDS,
+        max_seq_len=16,
+        attn_layers=layers,
+        **more,
+    )
 
 
 def _with_memories(parts: Any, x: Tensor) -> Tensor:
@@ -62,15 +82,59 @@ def _with_memories(parts: Any, x: Tensor) -> Tensor:
 
 
 _ROTARY = {"rotary_pos_emb": True}
-_GATED = {"rel_pos_bias": True, "macaron": True, "gate_residual": True, "shift_tokens": 1}
-_BOTH = {"num_tokens": WORDS, "depth": 1, "heads": 4, "max_seq_len": 16, "attn_dim_head": 8}
+_GATED = {
+    "rel_pos_bias": True,
+    "macaron": True,
+    "gate_residual": True,
+    "shift_tokens": 1,
+}
+_BOTH = {
+    "num_tokens": WORDS,
+    "depth": 1,
+    "heads": 4,
+    "max_seq_len": 16,
+    "attn_dim_head": 8,
+}
 _X_TRANSFORMERS: list[Entry] = [
-    ("rotary", partial(_decoder, options={**_ROTARY, "ff_glu": True, "use_rmsnorm": True}), _words),
-    ("alibi", partial(_decoder, options={"alibi_pos_bias": True, "attn_qk_norm": True, "sandwich_norm": True}), _words),
-    ("gated", partial(_decoder, options=_GATED, num_memory_tokens=3, tie_embedding=True), _words),
-    ("dynamic-positions", partial(_decoder, options={"dynamic_pos_bias": True, "attn_num_mem_kv": 2}), _words),
-    ("memories", lambda: Whole(_with_memories, net=_decoder(options=_ROTARY, max_mem_len=L)), _words),
-    ("loss", lambda: _made("x_transformers", "AutoregressiveWrapper", _decoder(options=_ROTARY)), _words),
+    (
+        "rotary",
+        partial(_decoder, options={**_ROTARY, "ff_glu": True, "use_rmsnorm": True}),
+        _words,
+    ),
+    (
+        "alibi",
+        partial(
+            _decoder,
+            options={
+                "alibi_pos_bias": True,
+                "attn_qk_norm": True,
+                "sandwich_norm": True,
+            },
+        ),
+        _words,
+    ),
+    (
+        "gated",
+        partial(_decoder, options=_GATED, num_memory_tokens=3, tie_embedding=True),
+        _words,
+    ),
+    (
+        "dynamic-positions",
+        partial(_decoder, options={"dynamic_pos_bias": True, "attn_num_mem_kv": 2}),
+        _words,
+    ),
+    (
+        "memories",
+        lambda: Whole(_with_memories, net=_decoder(options=_ROTARY, max_mem_len=L)),
+        _words,
+    ),
+    (
+        "loss",
+        lambda: _made(
+            "x_transformers", "AutoregressiveWrapper", _decoder(options=_ROTARY)
+        ),
+        _words,
+    ),
     (
         "translator",
         lambda: _made(
@@ -78,7 +142,11 @@ _X_TRANSFORMERS: list[Entry] = [
             "XTransformer",
             dim=WIDTH,
             tie_token_emb=True,
-            **{f"{side}_{key}": value for side in ("enc", "dec") for key, value in _BOTH.items()},
+            **{
+                f"{side}_{key}": value
+                for side in ("enc", "dec")
+                for key, value in _BOTH.items()
+            },
         ),
         lambda: {"src": _words()[""], "tgt": _words()[""]},
     ),
@@ -101,7 +169,13 @@ _PERFORMER: list[Entry] = [
         _words,
     )
 ]  # fmt: skip
-_LINFORMER: list[Entry] = [("lm", partial(_made, "linformer", "LinformerLM", WORDS, WIDTH, L, 2, heads=4, k=4), _words)]
+_LINFORMER: list[Entry] = [
+    (
+        "lm",
+        partial(_made, "linformer", "LinformerLM", WORDS, WIDTH, L, 2, heads=4, k=4),
+        _words,
+    )
+]
 _RECURRENT_MEMORY: list[Entry] = [
     (
         "segments",
@@ -118,13 +192,27 @@ _RECURRENT_MEMORY: list[Entry] = [
 
 def _xlstm() -> nn.Module:
     new = partial(_made, "xlstm")
-    mlstm = new("mLSTMLayerConfig", conv1d_kernel_size=4, qkv_proj_blocksize=4, num_heads=4)
-    slstm = new("sLSTMLayerConfig", backend="vanilla", num_heads=4, conv1d_kernel_size=4)
+    mlstm = new(
+        "mLSTMLayerConfig", conv1d_kernel_size=4, qkv_proj_blocksize=4, num_heads=4
+    )
+    slstm = new(
+        "sLSTMLayerConfig", backend="vanilla", num_heads=4, conv1d_kernel_size=4
+    )
     blocks = {
         "mlstm_block": new("mLSTMBlockConfig", mlstm=mlstm),
-        "slstm_block": new("sLSTMBlockConfig", slstm=slstm, feedforward=new("FeedForwardConfig", proj_factor=1.3)),
+        "slstm_block": new(
+            "sLSTMBlockConfig",
+            slstm=slstm,
+            feedforward=new("FeedForwardConfig", proj_factor=1.3),
+        ),
     }
-    sizes = {"vocab_size": WORDS, "context_length": L, "num_blocks": 2, "embedding_dim": WIDTH, "slstm_at": [1]}
+    sizes = {
+        "vocab_size": WORDS,
+        "context_length": L,
+        "num_blocks": 2,
+        "embedding_dim": WIDTH,
+        "slstm_at": [1],
+    }
     return new("xLSTMLMModel", new("xLSTMLMModelConfig", **blocks, **sizes))
 
 
@@ -132,7 +220,9 @@ _XLSTM: list[Entry] = [("lm", _xlstm, _words)]
 _S5: list[Entry] = [
     (
         "block",
-        lambda: nn.Sequential(nn.Linear(4, 16), _made("s5", "S5Block", 16, 16, False), nn.Linear(16, C)),
+        lambda: nn.Sequential(
+            nn.Linear(4, 16), _made("s5", "S5Block", 16, 16, False), nn.Linear(16, C)
+        ),
         partial(_numbers, B, L, 4),
     )
 ]
@@ -145,12 +235,24 @@ _JAMBA = {
 
 def _mamba() -> nn.Module:
     config = _made("mambapy.mamba", "MambaConfig", d_model=16, n_layers=2)
-    return nn.Sequential(nn.Embedding(WORDS, 16), _made("mambapy.mamba", "Mamba", config), nn.Linear(16, WORDS))
+    return nn.Sequential(
+        nn.Embedding(WORDS, 16),
+        _made("mambapy.mamba", "Mamba", config),
+        nn.Linear(16, WORDS),
+    )
 
 
 _MAMBA: list[Entry] = [
     ("mamba", _mamba, _words),
-    ("jamba", lambda: _made("mambapy.jamba", "JambaLM", _made("mambapy.jamba", "JambaLMConfig", **_JAMBA)), _words),
+    (
+        "jamba",
+        lambda: _made(
+            "mambapy.jamba",
+            "JambaLM",
+            _made("mambapy.jamba", "JambaLMConfig", **_JAMBA),
+        ),
+        _words,
+    ),
 ]
 
 
@@ -178,33 +280,78 @@ _CRF: list[Entry] = [
 
 
 def _adapted(kind: str, **options: Any) -> nn.Module:
-    sizes = {"vocab_size": WORDS, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "use_cache": False}
-    config = _made("transformers", "GPT2Config", **sizes, bos_token_id=1, eos_token_id=2)
+    sizes = {
+        "vocab_size": WORDS,
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 32,
+        "use_cache": False,
+    }
+    config = _made(
+        "transformers", "GPT2Config", **sizes, bos_token_id=1, eos_token_id=2
+    )
     adapter = _made("peft", f"{kind}Config", **options)
-    return _made("peft", "get_peft_model", _made("transformers", "GPT2LMHeadModel", config), adapter)
+    return _made(
+        "peft",
+        "get_peft_model",
+        _made("transformers", "GPT2LMHeadModel", config),
+        adapter,
+    )
 
 
 def _prompted() -> Inputs:
-    return {"input_ids": _words()[""], "attention_mask": torch.ones(B, L, dtype=torch.long)}
+    return {
+        "input_ids": _words()[""],
+        "attention_mask": torch.ones(B, L, dtype=torch.long),
+    }
 
 
 _ATTENTION: Inputs = {"target_modules": ["c_attn"]}
 _PEFT: list[Entry] = [
-    ("lora", partial(_adapted, "Lora", r=2, init_lora_weights=False, **_ATTENTION), _prompted),
-    ("dora", partial(_adapted, "Lora", r=2, use_dora=True, init_lora_weights=False, **_ATTENTION), _prompted),
-    ("vera", partial(_adapted, "Vera", r=2, init_weights=False, **_ATTENTION), _prompted),
-    ("prefix", partial(_adapted, "PrefixTuning", num_virtual_tokens=4, task_type="CAUSAL_LM"), _prompted),
+    (
+        "lora",
+        partial(_adapted, "Lora", r=2, init_lora_weights=False, **_ATTENTION),
+        _prompted,
+    ),
+    (
+        "dora",
+        partial(
+            _adapted, "Lora", r=2, use_dora=True, init_lora_weights=False, **_ATTENTION
+        ),
+        _prompted,
+    ),
+    (
+        "vera",
+        partial(_adapted, "Vera", r=2, init_weights=False, **_ATTENTION),
+        _prompted,
+    ),
+    (
+        "prefix",
+        partial(_adapted, "PrefixTuning", num_virtual_tokens=4, task_type="CAUSAL_LM"),
+        _prompted,
+    ),
 ]
 
 
 # --- series and speech
 
 _PAST = {"prediction_length": 3, "context_length": 6}
-_BLOCK = {"d_model": 16, "nhead": 2, "dim_feedforward": 32, "dropout": 0.1, "activation": "relu", "norm_first": False}
+_BLOCK = {
+    "d_model": 16,
+    "nhead": 2,
+    "dim_feedforward": 32,
+    "dropout": 0.1,
+    "activation": "relu",
+    "norm_first": False,
+}
 
 
 def _past(*shape: int) -> Inputs:
-    return {"past_target": torch.rand(shape) + 0.5, "past_observed_values": torch.ones(shape)}
+    return {
+        "past_target": torch.rand(shape) + 0.5,
+        "past_observed_values": torch.ones(shape),
+    }
 
 
 _GLUON, _HIDDEN = "gluonts.torch.model", {"hidden_dimensions": [16]}
@@ -263,9 +410,21 @@ def _mixed() -> Inputs:
     return {"": x}
 
 
-_FT = {"attention_n_heads": 2, "attention_dropout": 0.1, "ffn_d_hidden": None, "ffn_d_hidden_multiplier": 4 / 3}
+_FT = {
+    "attention_n_heads": 2,
+    "attention_dropout": 0.1,
+    "ffn_d_hidden": None,
+    "ffn_d_hidden_multiplier": 4 / 3,
+}
 _FT |= {"ffn_dropout": 0.1, "residual_dropout": 0.0}
-_TABM = {"n_num_features": 4, "cat_cardinalities": [3, 5], "d_out": 2, "k": 4, "n_blocks": 2, "d_block": 16}
+_TABM = {
+    "n_num_features": 4,
+    "cat_cardinalities": [3, 5],
+    "d_out": 2,
+    "k": 4,
+    "n_blocks": 2,
+    "d_block": 16,
+}
 _TABNET: list[Entry] = [
     (
         "ghost-batches",
@@ -290,12 +449,25 @@ _TAB_M: list[Entry] = [
 
 
 def _awd_lstm() -> nn.Module:
-    config = {"emb_sz": 16, "n_hid": 20, "n_layers": 2, "pad_token": 0, "bidir": False, "tie_weights": True}
-    config |= {f"{part}_p": 0.1 for part in ("output", "hidden", "input", "embed", "weight")} | {"out_bias": True}
+    config = {
+        "emb_sz": 16,
+        "n_hid": 20,
+        "n_layers": 2,
+        "pad_token": 0,
+        "bidir": False,
+        "tie_weights": True,
+    }
+    config |= {
+        f"{part}_p": 0.1 for part in ("output", "hidden", "input", "embed", "weight")
+    } | {"out_bias": True}
     models = importlib.import_module("fastai.text.models.core")
-    net = models.get_language_model(importlib.import_module("fastai.text.models.awdlstm").AWD_LSTM, WORDS, config)
+    net = models.get_language_model(
+        importlib.import_module("fastai.text.models.awdlstm").AWD_LSTM, WORDS, config
+    )
     with torch.no_grad():
-        net(_words()[""])  # before its first call it holds a tensor with a history, which cannot be copied
+        net(
+            _words()[""]
+        )  # before its first call it holds a tensor with a history, which cannot be copied
     return net
 
 
@@ -308,7 +480,16 @@ _FASTAI: list[Entry] = [
     ("awd-lstm", lambda: Whole(_read, net=_awd_lstm()), _words),
     (
         "tabular",
-        lambda: _made("fastai.tabular.model", "TabularModel", [(5, 3), (6, 3)], 4, 2, [16, 8], ps=0.1, embed_p=0.1),
+        lambda: _made(
+            "fastai.tabular.model",
+            "TabularModel",
+            [(5, 3), (6, 3)],
+            4,
+            2,
+            [16, 8],
+            ps=0.1,
+            embed_p=0.1,
+        ),
         lambda: {"x_cat": _categories(6, 5, 6), "x_cont": torch.randn(6, 4)},
     ),
 ]
@@ -321,13 +502,22 @@ def _cox(parts: Any, x: Tensor, durations: Tensor, events: Tensor) -> Tensor:
 _PYCOX: list[Entry] = [
     (
         "cox-time",
-        partial(_made, "pycox.models.cox_time", "MLPVanillaCoxTime", 4, [16, 16], True, 0.1),
+        partial(
+            _made, "pycox.models.cox_time", "MLPVanillaCoxTime", 4, [16, 16], True, 0.1
+        ),
         lambda: {"input": torch.randn(6, 4), "time": torch.rand(6, 1)},
     ),
     (
         "loss-of-all-rows",
-        lambda: Whole(_cox, net=_made("torchtuples.practical", "MLPVanilla", 4, [16], 1, True, 0.1)),
-        lambda: {"": torch.randn(6, 4), "durations": torch.rand(6), "events": torch.tensor([1.0, 0, 1, 1, 0, 1])},
+        lambda: Whole(
+            _cox,
+            net=_made("torchtuples.practical", "MLPVanilla", 4, [16], 1, True, 0.1),
+        ),
+        lambda: {
+            "": torch.randn(6, 4),
+            "durations": torch.rand(6),
+            "events": torch.tensor([1.0, 0, 1, 1, 0, 1]),
+        },
     ),
 ]
 
@@ -337,10 +527,20 @@ _PYCOX: list[Entry] = [
 
 def _click_model(name: str) -> nn.Module:
     inputs = importlib.import_module("deepctr_torch.inputs")
-    columns = [inputs.SparseFeat("a", 5, 4), inputs.SparseFeat("b", 6, 4), inputs.DenseFeat("d", 2)]
+    columns = [
+        inputs.SparseFeat("a", 5, 4),
+        inputs.SparseFeat("b", 6, 4),
+        inputs.DenseFeat("d", 2),
+    ]
     if name in ("MMOE", "PLE"):
-        tasks = {"task_types": ["binary", "regression"], "task_names": ["x", "y"], "tower_dnn_hidden_units": (8,)}
-        return _made("deepctr_torch.models", name, columns, expert_dnn_hidden_units=(8,), **tasks)
+        tasks = {
+            "task_types": ["binary", "regression"],
+            "task_names": ["x", "y"],
+            "tower_dnn_hidden_units": (8,),
+        }
+        return _made(
+            "deepctr_torch.models", name, columns, expert_dnn_hidden_units=(8,), **tasks
+        )
     return _made("deepctr_torch.models", name, columns, columns)
 
 
@@ -348,7 +548,10 @@ def _clicks() -> Inputs:
     return {"": torch.cat([_categories(6, 5, 6).float(), torch.randn(6, 2)], 1)}
 
 
-_DEEPCTR: list[Entry] = [(name, partial(_click_model, name), _clicks) for name in ("DeepFM", "DCNMix", "AFN", "MMOE")]
+_DEEPCTR: list[Entry] = [
+    (name, partial(_click_model, name), _clicks)
+    for name in ("DeepFM", "DCNMix", "AFN", "MMOE")
+]
 
 
 class _Settings(dict[str, Any]):
@@ -363,15 +566,40 @@ class _Items:
         return WORDS
 
 
-_SIZES = {"n_layers": 1, "n_heads": 2, "hidden_size": 16, "inner_size": 16, "embedding_size": 16, "num_layers": 1}
+_SIZES = {
+    "n_layers": 1,
+    "n_heads": 2,
+    "hidden_size": 16,
+    "inner_size": 16,
+    "embedding_size": 16,
+    "num_layers": 1,
+}
 _SIZES |= {"MAX_ITEM_LIST_LENGTH": L, "step": 1, "k_interests": 2}
-_RATES = {"hidden_dropout_prob": 0.1, "attn_dropout_prob": 0.1, "dropout_prob": 0.1, "dropout_probs": [0.1, 0.1]}
-_FIELDS = {"USER_ID_FIELD": "user", "ITEM_ID_FIELD": "item", "LIST_SUFFIX": "_list", "NEG_PREFIX": "neg_"}
-_OTHER = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "initializer_range": 0.1, "loss_type": "CE", "device": "cpu"}
+_RATES = {
+    "hidden_dropout_prob": 0.1,
+    "attn_dropout_prob": 0.1,
+    "dropout_prob": 0.1,
+    "dropout_probs": [0.1, 0.1],
+}
+_FIELDS = {
+    "USER_ID_FIELD": "user",
+    "ITEM_ID_FIELD": "item",
+    "LIST_SUFFIX": "_list",
+    "NEG_PREFIX": "neg_",
+}
+_OTHER = {
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+    "initializer_range": 0.1,
+    "loss_type": "CE",
+    "device": "cpu",
+}
 
 
 def _recommender(name: str) -> nn.Module:
-    settings = _Settings(**_SIZES, **_RATES, **_FIELDS, **_OTHER, ITEM_LIST_LENGTH_FIELD="length")
+    settings = _Settings(
+        **_SIZES, **_RATES, **_FIELDS, **_OTHER, ITEM_LIST_LENGTH_FIELD="length"
+    )
     return _made("recbole.model.sequential_recommender", name, settings, _Items())
 
 
@@ -382,7 +610,8 @@ def _visits() -> Inputs:
 
 
 _RECBOLE: list[Entry] = [
-    (name, partial(_recommender, name), _visits) for name in ("SASRec", "GRU4Rec", "STAMP", "LightSANs")
+    (name, partial(_recommender, name), _visits)
+    for name in ("SASRec", "GRU4Rec", "STAMP", "LightSANs")
 ]
 
 
@@ -392,7 +621,9 @@ _RECBOLE: list[Entry] = [
 def _policy() -> nn.Module:
     spaces = importlib.import_module("gymnasium.spaces")
     policies = importlib.import_module("stable_baselines3.common.policies")
-    return policies.ActorCriticPolicy(spaces.Box(-1, 1, (5,)), spaces.Discrete(3), lambda _: 1e-3, net_arch=[16])
+    return policies.ActorCriticPolicy(
+        spaces.Box(-1, 1, (5,)), spaces.Discrete(3), lambda _: 1e-3, net_arch=[16]
+    )
 
 
 def _judge(parts: Any, x: Tensor, actions: Tensor) -> Any:
@@ -446,16 +677,38 @@ def _tensordict() -> nn.Module:
     steps = [wrap(nn.Linear(4, 8), ["x"], ["h"]), wrap(nn.Linear(8, C), ["h"], ["y"])]
     net = _made("tensordict.nn", "TensorDictSequential", *steps)
     return Whole(
-        lambda p, x: p["net"](_made("tensordict", "TensorDict", {"x": x}, batch_size=x.shape[:1]))["y"], net=net
+        lambda p, x: p["net"](
+            _made("tensordict", "TensorDict", {"x": x}, batch_size=x.shape[:1])
+        )["y"],
+        net=net,
     )
 
 
-_LLAMA: Inputs = {"block_size": 16, "vocab_size": WORDS, "padded_vocab_size": WORDS, "n_layer": 2, "n_head": 4}
-_LLAMA |= {"n_embd": 16, "parallel_residual": False, "norm_class_name": "RMSNorm", "intermediate_size": 32}
+_LLAMA: Inputs = {
+    "block_size": 16,
+    "vocab_size": WORDS,
+    "padded_vocab_size": WORDS,
+    "n_layer": 2,
+    "n_head": 4,
+}
+_LLAMA |= {
+    "n_embd": 16,
+    "parallel_residual": False,
+    "norm_class_name": "RMSNorm",
+    "intermediate_size": 32,
+}
 
 
 def _litgpt(kind: str, **options: Any) -> nn.Module:
-    config = _made("litgpt", "Config", **_LLAMA, mlp_class_name=kind, rotary_percentage=1.0, bias=False, **options)
+    config = _made(
+        "litgpt",
+        "Config",
+        **_LLAMA,
+        mlp_class_name=kind,
+        rotary_percentage=1.0,
+        bias=False,
+        **options,
+    )
     return _made("litgpt", "GPT", config)
 
 
@@ -463,7 +716,13 @@ _LITGPT: list[Entry] = [
     ("llama", partial(_litgpt, "LLaMAMLP", n_query_groups=2), _words),
     ("mixture", partial(_litgpt, "LLaMAMoE", n_expert=4, n_expert_per_token=2), _words),
 ]
-_NCPS: list[Entry] = [("cfc", partial(_made, "ncps.torch", "CfC", 4, 12, proj_size=2), partial(_numbers, B, L, 4))]
+_NCPS: list[Entry] = [
+    (
+        "cfc",
+        partial(_made, "ncps.torch", "CfC", 4, 12, proj_size=2),
+        partial(_numbers, B, L, 4),
+    )
+]
 
 
 MAKERS: dict[str, list[Entry]] = {
@@ -498,7 +757,9 @@ PACKAGES = (*zoo_models.PACKAGES, *MAKERS)
 
 def architectures() -> list[Architecture]:
     """All whose package is installed, those of zoo_models.py first."""
-    found = [(package, entry) for package, entries in MAKERS.items() for entry in entries]
+    found = [
+        (package, entry) for package, entries in MAKERS.items() for entry in entries
+    ]
     own = [
         Architecture(f"{package}/{name}", build, inputs)
         for package, (name, build, inputs) in found

@@ -30,12 +30,23 @@ nitpicky = False
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 # Types by which configs check themselves, as what they are made of.
-autodoc_type_aliases = dict.fromkeys(("Count", "Whole", "Limit"), "int") | {"Layers": "str", "Family": "Distribution"}
-autodoc_type_aliases |= dict.fromkeys(("Rate", "Positive", "NotNegative", "Precision"), "float")
+autodoc_type_aliases = dict.fromkeys(("Count", "Whole", "Limit"), "int") | {
+    "Layers": "str",
+    "Family": "Distribution",
+}
+autodoc_type_aliases |= dict.fromkeys(
+    ("Rate", "Positive", "NotNegative", "Precision"), "float"
+)
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
-autodoc_inherit_docstrings = False  # those of other libraries speak of directives that are not here
-napoleon_custom_sections = [("Shape", "notes_style"), ("Sizes", "notes_style"), ("Needs", "notes_style")]
+autodoc_inherit_docstrings = (
+    False  # those of other libraries speak of directives that are not here
+)
+napoleon_custom_sections = [
+    ("Shape", "notes_style"),
+    ("Sizes", "notes_style"),
+    ("Needs", "notes_style"),
+]
 maximum_signature_line_length = 88
 
 html_theme = "furo"
@@ -54,7 +65,9 @@ def inline_math(writer, node):
 
 
 def block_math(writer, node):
-    writer.body.append(f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>\n')
+    writer.body.append(
+        f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>\n'
+    )
     raise nodes.SkipNode
 
 
@@ -66,7 +79,9 @@ class Measured(Directive):
     def run(self):
         text = measured.measured(dict(line.split(":", 1) for line in self.content))
         node = nodes.container()
-        self.state.nested_parse(StringList(text.splitlines(), "measured"), self.content_offset, node)
+        self.state.nested_parse(
+            StringList(text.splitlines(), "measured"), self.content_offset, node
+        )
         return node.children
 
 
@@ -77,7 +92,9 @@ def setup(app):
     app.connect("source-read", site_pages.keep_links_inside)
     app.connect("autodoc-skip-member", site_pages.skip_foreign)
     app.connect("autodoc-process-signature", site_pages.plain_types)
-    app.connect("autodoc-process-docstring", site_pages.say_arguments, priority=400)  # before napoleon looks at it
+    app.connect(
+        "autodoc-process-docstring", site_pages.say_arguments, priority=400
+    )  # before napoleon looks at it
     app.connect("autodoc-process-docstring", site_pages.tidy_docstring, priority=600)
 
 

@@ -24,7 +24,9 @@ class Page(HTMLParser):
         for name, value in attrs:
             if name == "id":
                 self.places.add(value or "")
-            elif (name == "href" and tag in ("a", "link")) or (name == "src" and tag in ("img", "script")):
+            elif (name == "href" and tag in ("a", "link")) or (
+                name == "src" and tag in ("img", "script")
+            ):
                 self.targets.append(value or "")
 
 
@@ -37,9 +39,15 @@ def broken(folder: Path) -> list[str]:
             address = urlsplit(target)
             if address.scheme or address.netloc:
                 continue
-            found = (file.parent / unquote(address.path)).resolve() if address.path else file
+            found = (
+                (file.parent / unquote(address.path)).resolve()
+                if address.path
+                else file
+            )
             place = unquote(address.fragment)
-            if not found.exists() or (found in pages and place not in pages[found].places):
+            if not found.exists() or (
+                found in pages and place not in pages[found].places
+            ):
                 wrong.append(f"{file.relative_to(folder.resolve())} -> {target}")
     return wrong
 

@@ -31,25 +31,45 @@ def small_tasks(methods: Iterable[str]) -> str:
 
     record = json.loads((ROOT / "results/defaults/cells.json").read_text())
     found, chosen = Results(record), choice(record)
-    rows = [["method", "start", "recipe", "temperature", "NLL less plain's", "shifted less plain's", "tasks harmed"]]
+    rows = [
+        [
+            "method",
+            "start",
+            "recipe",
+            "temperature",
+            "NLL less plain's",
+            "shifted less plain's",
+            "tasks harmed",
+        ]
+    ]
     for method in methods:
         for start in ("scratch", "trained"):
             if (method, start) not in chosen:
                 continue
             name = chosen[method, start]
             clean, moved = (
-                mean(d for t in found.tasks if (d := found.difference(t, start, name, what)) is not None)
+                mean(
+                    d
+                    for t in found.tasks
+                    if (d := found.difference(t, start, name, what)) is not None
+                )
                 for what in ("test_nll", "test_shifted_nll")
             )
             one = found.candidates[name]
             harmed = sum(found.harms(task, start, name) for task in found.tasks)
-            rows.append([method, start, f"`{one['written']}`", f"{one['temperature']:g}", f"{clean:+.3f}"])
+            rows.append(
+                [
+                    method,
+                    start,
+                    f"`{one['written']}`",
+                    f"{one['temperature']:g}",
+                    f"{clean:+.3f}",
+                ]
+            )
             rows[-1] += [f"{moved:+.3f}", f"{harmed} of {len(found.tasks)}"]
     if len(rows) == 1:
         return ""
-    words = (
-        "Small real tasks (less is better; [recipes](../recipes.md) has each task and says how recipes were chosen):"
-    )
+    words = "Small real tasks (less is better; [recipes](../recipes.md) has each task and says how recipes were chosen):"
     return f"{words}\n\n{table(rows)}"
 
 
@@ -59,11 +79,23 @@ def cifar10(names: Iterable[str]) -> str:
     for file in sorted((ROOT / "results/cifar10/methods").glob("*.json")):
         record = json.loads(file.read_text())
         by_name.setdefault(record["name"], []).append(record)
-    rows = [["method", "seeds", "parameters", "accuracy", "NLL", "ECE", "corrupted NLL"]]
+    rows = [
+        ["method", "seeds", "parameters", "accuracy", "NLL", "ECE", "corrupted NLL"]
+    ]
     for name in (name for name in ("plain", *names) if name in by_name):
-        accuracy, *others = (mean(column) for column in zip(*map(_scores, by_name[name]), strict=True))
+        accuracy, *others = (
+            mean(column) for column in zip(*map(_scores, by_name[name]), strict=True)
+        )
         total = by_name[name][0]["parameters"]["total"]
-        rows.append([name, str(len(by_name[name])), f"{total:,}", f"{accuracy:.1%}", *(f"{one:.3f}" for one in others)])
+        rows.append(
+            [
+                name,
+                str(len(by_name[name])),
+                f"{total:,}",
+                f"{accuracy:.1%}",
+                *(f"{one:.3f}" for one in others),
+            ]
+        )
     if len(rows) < 3:
         return ""
     config = by_name["plain"][0]["config"]
@@ -87,7 +119,14 @@ def steps(prefixes: tuple[str, ...]) -> str:
     for one in record["results"]:
         if one["method"].startswith(prefixes):
             ratios = [one.get(f"{what}_ratio") for what in ("train", "predict", "peak")]
-            rows.append([one["sizes"], one["mode"], one["method"], *("" if r is None else f"{r:.2f}" for r in ratios)])
+            rows.append(
+                [
+                    one["sizes"],
+                    one["mode"],
+                    one["method"],
+                    *("" if r is None else f"{r:.2f}" for r in ratios),
+                ]
+            )
     if len(rows) == 1:
         return ""
     device = record["machine"]["device"]
@@ -107,7 +146,11 @@ RECORDED = {  # README's names of cases and methods
 def speed() -> str:
     """README's sentences on rank-1 steps that are recorded as CUDA graphs."""
     record = json.loads((ROOT / "results/benchmarks/gpu_h200.json").read_text())
-    found = {(one["case"], one["method"]): one for one in record["results"] if one["mode"] == "recorded"}
+    found = {
+        (one["case"], one["method"]): one
+        for one in record["results"]
+        if one["mode"] == "recorded"
+    }
     ratios = [found[key]["train_ratio"] for key in RECORDED.values()]
     each = [
         f"{name} {found[key]['train_ms']:.1f} against {found[key[0], 'plain']['train_ms']:.1f}"
@@ -137,12 +180,20 @@ def networks() -> list[tuple[str, Any]]:
 
     with torch.device("meta"):
         # Twelve blocks of width 768 and an embedding that is the output layer, too.
-        block = nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True, norm_first=True)
+        block = nn.TransformerEncoderLayer(
+            768, 12, 3072, batch_first=True, norm_first=True
+        )
         blocks = nn.TransformerEncoder(block, 12, enable_nested_tensor=False)
         return [
             ("ResNet-50", sb.models.resnet50()),
-            ("GPT-2-like", nn.Sequential(nn.Embedding(50257, 768), blocks, nn.LayerNorm(768))),
-            ("MLP 64-256-10", nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))),
+            (
+                "GPT-2-like",
+                nn.Sequential(nn.Embedding(50257, 768), blocks, nn.LayerNorm(768)),
+            ),
+            (
+                "MLP 64-256-10",
+                nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)),
+            ),
         ]
 
 
@@ -168,7 +219,12 @@ def parameters(methods: Iterable[str] | None = None) -> str:
     for place, (name, net) in enumerate(networks()):
         plain = sum(p.numel() for p in net.parameters())
         more = [more_parameters(method)[place] for method in chosen]
-        columns.append([f"{name}, {plain:,}", *("no norms" if n is None else f"{n / plain:+.1%}" for n in more)])
+        columns.append(
+            [
+                f"{name}, {plain:,}",
+                *("no norms" if n is None else f"{n / plain:+.1%}" for n in more),
+            ]
+        )
     return table([list(row) for row in zip(*columns, strict=True)])
 
 
@@ -178,12 +234,17 @@ def more_parameters(method: str) -> list[int | None]:
     import slimbayes as sb
 
     config = configs()[method]
-    return [sb.estimate_cost(net, config).extra_parameters if _fits(config, net) else None for _, net in networks()]
+    return [
+        sb.estimate_cost(net, config).extra_parameters if _fits(config, net) else None
+        for _, net in networks()
+    ]
 
 
 def _fits(config: Any, net: Any) -> bool:
     """Whether there is anything to patch."""
-    return "patch" not in vars(config) or any("Norm" in type(module).__name__ for module in net.modules())
+    return "patch" not in vars(config) or any(
+        "Norm" in type(module).__name__ for module in net.modules()
+    )
 
 
 def of_page(asked: tuple[str, ...]) -> str:
@@ -200,23 +261,45 @@ def of_page(asked: tuple[str, ...]) -> str:
     return "\n\n".join(found)
 
 
-KINDS = {"tables": of_page, "parameters": parameters, "tasks": small_tasks, "cifar10": cifar10, "steps": steps}
+KINDS = {
+    "tables": of_page,
+    "parameters": parameters,
+    "tasks": small_tasks,
+    "cifar10": cifar10,
+    "steps": steps,
+}
 
 
 def measured(asked: Mapping[str, str]) -> str:
     """Markdown of all that is asked for; what nobody measured is said."""
-    parts = {what: KINDS[what](tuple(name.strip() for name in names.split(";"))) for what, names in asked.items()}
+    parts = {
+        what: KINDS[what](tuple(name.strip() for name in names.split(";")))
+        for what, names in asked.items()
+    }
     missing = [what for what, text in parts.items() if not text]
     if missing:
-        raise ValueError(f"results/ has nothing about {', '.join(f'{what}: {asked[what]}' for what in missing)}")
+        raise ValueError(
+            f"results/ has nothing about {', '.join(f'{what}: {asked[what]}' for what in missing)}"
+        )
     return "\n\n".join(parts.values())
 
 
 def with_tables(readme: str) -> str:
     """README with its table of parameters and its times of steps made anew."""
-    chosen = ("rank-1, 4 members", "BatchEnsemble, 4 members", "2-tied", "mean-field", "deep ensemble, 4 members")
+    chosen = (
+        "rank-1, 4 members",
+        "BatchEnsemble, 4 members",
+        "2-tied",
+        "mean-field",
+        "deep ensemble, 4 members",
+    )
     for name, text in (("parameters", parameters(chosen)), ("speed", speed())):
-        readme = re.sub(rf"(?s)(<!-- {name} -->\n).*?(<!-- /{name} -->)", rf"\1{text}\n\2", readme, count=1)
+        readme = re.sub(
+            rf"(?s)(<!-- {name} -->\n).*?(<!-- /{name} -->)",
+            rf"\1{text}\n\2",
+            readme,
+            count=1,
+        )
     return readme
 
 

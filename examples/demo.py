@@ -30,21 +30,36 @@ def run(place: str, changes: Sequence[str], out: Path) -> Path:
     return fit(experiment, folder, Execution(accelerator="cpu", workers=0), resume=True)
 
 
-def run_all(seeds: int, changes: Sequence[str], out: Path, jobs: int, console: Console) -> list[Path]:
+def run_all(
+    seeds: int, changes: Sequence[str], out: Path, jobs: int, console: Console
+) -> list[Path]:
     """Every row with every seed, some at a time."""
     rows = row_names(read_tree(CONFIGS))
-    work = [(f"{CONFIGS}#{row}", [*changes, f"seed={seed}"], out) for seed in range(seeds) for row in rows]
+    work = [
+        (f"{CONFIGS}#{row}", [*changes, f"seed={seed}"], out)
+        for seed in range(seeds)
+        for row in rows
+    ]
     runs: list[Path] = []
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        results = pool.map(run, *zip(*work, strict=True)) if jobs > 1 else (run(*one) for one in work)
+        results = (
+            pool.map(run, *zip(*work, strict=True))
+            if jobs > 1
+            else (run(*one) for one in work)
+        )
         for (place, told, _), folder in zip(work, results, strict=True):
             runs.append(folder)
-            console.print(f"{len(runs):2} of {len(work)}: {place.partition('#')[2]}, {told[-1]}", highlight=False)
+            console.print(
+                f"{len(runs):2} of {len(work)}: {place.partition('#')[2]}, {told[-1]}",
+                highlight=False,
+            )
     return runs
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("demo"))
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--seeds", type=int, default=3)
@@ -55,12 +70,18 @@ def main() -> None:
     runs = run_all(args.seeds, changes, args.out, args.jobs, console)
     for on in ("test", "corrupted", "ood"):
         metrics = ("auroc",) if on == "ood" else ("accuracy", "nll", "ece")
-        baseline = "plain" if console.width >= WIDE else None  # differences take as much room again
+        baseline = (
+            "plain" if console.width >= WIDE else None
+        )  # differences take as much room again
         console.print(compare(runs, on=on, baseline=baseline, metrics=metrics).render())
     for note in reasons(load_records(runs).groups):
         console.print(note, highlight=False)
-    page = write_page(runs, args.out / "report.html", "Five ways to know what one does not know")
-    console.print(f"\nDone in {time.perf_counter() - start:.0f} s. Open [bold]{page}[/] in a browser.")
+    page = write_page(
+        runs, args.out / "report.html", "Five ways to know what one does not know"
+    )
+    console.print(
+        f"\nDone in {time.perf_counter() - start:.0f} s. Open [bold]{page}[/] in a browser."
+    )
 
 
 if __name__ == "__main__":

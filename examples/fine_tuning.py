@@ -22,7 +22,10 @@ from slimbayes.metrics import calibration
 def digits() -> dict[str, tuple[Tensor, Tensor]]:
     images, classes = load_digits(return_X_y=True)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    x, y = torch.tensor(images, dtype=torch.float32)[order] / 8 - 1, torch.tensor(classes)[order]
+    x, y = (
+        torch.tensor(images, dtype=torch.float32)[order] / 8 - 1,
+        torch.tensor(classes)[order],
+    )
     noise = torch.randn(len(x) - 1000, 64, generator=torch.Generator().manual_seed(1))
     return {
         "before": (x[:900], y[:900]),
@@ -35,7 +38,9 @@ def digits() -> dict[str, tuple[Tensor, Tensor]]:
 # %% The network you already have.
 def pretrained(x: Tensor, y: Tensor) -> nn.Sequential:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    net = nn.Sequential(
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
     fit(net, x, y, steps=200)
     return net
 
@@ -43,11 +48,15 @@ def pretrained(x: Tensor, y: Tensor) -> nn.Sequential:
 def fit(net: nn.Module, x: Tensor, y: Tensor, steps: int, lr: float = 3e-3) -> None:
     """Train what trains; the KL of a plain model would be nothing to add."""
     converted = any(hasattr(module, "posterior") for module in net.modules())
-    optimizer = torch.optim.AdamW(sb.param_groups(net, 1e-2) if converted else net.parameters(), lr)
+    optimizer = torch.optim.AdamW(
+        sb.param_groups(net, 1e-2) if converted else net.parameters(), lr
+    )
     for step in range(steps):
         if converted:
             outputs = sb.sample(net, x, seed=step)
-            loss = sb.elbo(sb.categorical(outputs, y), net, num_data=len(x), kl_weight=0.1).loss
+            loss = sb.elbo(
+                sb.categorical(outputs, y), net, num_data=len(x), kl_weight=0.1
+            ).loss
         else:
             loss = nn.functional.cross_entropy(net(x), y)
         optimizer.zero_grad()
@@ -67,15 +76,23 @@ def score(prediction: sb.Prediction, y: Tensor) -> dict[str, float]:
 
 
 # %% All of it.
-def main(steps: int = 150, draws: int = 50, chains: int = 4) -> dict[str, dict[str, dict[str, float]]]:
+def main(
+    steps: int = 150, draws: int = 50, chains: int = 4
+) -> dict[str, dict[str, dict[str, float]]]:
     data = digits()
     x, y = data["few"]
     base = pretrained(*data["before"])
     results: dict[str, dict[str, dict[str, float]]] = {}
 
     def report(name: str, predict: Any) -> None:
-        results[name] = {kind: score(predict(data[kind][0]), data[kind][1]) for kind in ("clean", "noisy")}
-        shown = "   ".join(f"{k}: " + " ".join(f"{m} {v:.3f}" for m, v in s.items()) for k, s in results[name].items())
+        results[name] = {
+            kind: score(predict(data[kind][0]), data[kind][1])
+            for kind in ("clean", "noisy")
+        }
+        shown = "   ".join(
+            f"{k}: " + " ".join(f"{m} {v:.3f}" for m, v in s.items())
+            for k, s in results[name].items()
+        )
         print(f"{name:28s} {shown}")
 
     # The usual way: all weights.
@@ -93,29 +110,52 @@ def main(steps: int = 150, draws: int = 50, chains: int = 4) -> dict[str, dict[s
     )
     print(sb.trainable(tuned))
     fit(tuned, x, y, steps, lr=1e-2)
-    report("rank-1 posterior and head", lambda inputs: sb.predict(tuned, inputs, draws=draws, seed=0))
+    report(
+        "rank-1 posterior and head",
+        lambda inputs: sb.predict(tuned, inputs, draws=draws, seed=0),
+    )
     with tempfile.TemporaryDirectory() as folder:
         again = sb.load(copy.deepcopy(base), sb.save(tuned, f"{folder}/adapter"))
-    assert torch.equal(sb.predict(again, x, seed=0).probs, sb.predict(tuned, x, seed=0).probs)
+    assert torch.equal(
+        sb.predict(again, x, seed=0).probs, sb.predict(tuned, x, seed=0).probs
+    )
     report(
         "its mean, merged",
-        lambda inputs: sb.predict(sb.bayesianize(sb.merge(tuned, "mean"), sb.Deterministic()), inputs),
+        lambda inputs: sb.predict(
+            sb.bayesianize(sb.merge(tuned, "mean"), sb.Deterministic()), inputs
+        ),
     )
 
     # One pass over the data gives the plain network a posterior.
     laplace = copy.deepcopy(plain)
     found = sb.laplace(laplace, [(x, y)])
     print(f"log evidence {found.log_evidence:.1f} nats")
-    report("Laplace, linearised", lambda inputs: sb.predict_linearised(laplace, inputs, draws=draws, seed=0))
-    report("Laplace, sampled", lambda inputs: sb.predict(laplace, inputs, draws=draws, seed=0))
+    report(
+        "Laplace, linearised",
+        lambda inputs: sb.predict_linearised(laplace, inputs, draws=draws, seed=0),
+    )
+    report(
+        "Laplace, sampled",
+        lambda inputs: sb.predict(laplace, inputs, draws=draws, seed=0),
+    )
     last = copy.deepcopy(plain)
     sb.laplace(last, [(x, y)], over="weights", layers="last")
-    report("last-layer Laplace", lambda inputs: sb.predict_linearised(last, inputs, draws=draws, seed=0))
+    report(
+        "last-layer Laplace",
+        lambda inputs: sb.predict_linearised(last, inputs, draws=draws, seed=0),
+    )
 
     # Chains over the factors.
     walked = copy.deepcopy(plain)
     sb.sample_posterior(
-        walked, [(x, y)], "sghmc", chains=chains, draws=10, burn_in=100, prior=sb.Normal(1.0, 0.3), seed=0
+        walked,
+        [(x, y)],
+        "sghmc",
+        chains=chains,
+        draws=10,
+        burn_in=100,
+        prior=sb.Normal(1.0, 0.3),
+        seed=0,
     )
     report("SGHMC chains", lambda inputs: sb.predict(walked, inputs))
     return results

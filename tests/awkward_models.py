@@ -61,7 +61,9 @@ def x(*shape: int, **kwargs: Any) -> Callable[[], Inputs]:
     return lambda: call(torch.randn(shape), **kwargs)
 
 
-def add(name: str, make: Callable[[], nn.Module], inputs: Callable[[], Inputs], **facts: Any) -> None:
+def add(
+    name: str, make: Callable[[], nn.Module], inputs: Callable[[], Inputs], **facts: Any
+) -> None:
     assert name not in CASES
     CASES[name] = Case(make, inputs, **facts)
 
@@ -80,13 +82,24 @@ class Net(nn.Module):
 
 
 def two(
-    run: Callable[..., Any], n_in: int = D, hidden: int = H, n_out: int = C, **parts: nn.Module
+    run: Callable[..., Any],
+    n_in: int = D,
+    hidden: int = H,
+    n_out: int = C,
+    **parts: nn.Module,
 ) -> Callable[[], nn.Module]:
     """Two dense layers `a` and `b`, used by `run`."""
-    return lambda: Net(run, a=nn.Linear(n_in, hidden), b=nn.Linear(hidden, n_out), **{k: v for k, v in parts.items()})
+    return lambda: Net(
+        run,
+        a=nn.Linear(n_in, hidden),
+        b=nn.Linear(hidden, n_out),
+        **{k: v for k, v in parts.items()},
+    )
 
 
-def net(run: Callable[..., Any], **parts: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def net(
+    run: Callable[..., Any], **parts: Callable[[], nn.Module]
+) -> Callable[[], nn.Module]:
     """A Net whose submodules are built anew for each model."""
     return lambda: Net(run, **{name: part() for name, part in parts.items()})
 
@@ -116,7 +129,11 @@ add(
 
 def time_major(m: Any, x: Tensor) -> Tensor:
     rows, steps, size = x.shape
-    return m.b(torch.tanh(m.a(x.transpose(0, 1).reshape(steps * rows, size))).view(steps, rows, -1).mean(0))
+    return m.b(
+        torch.tanh(m.a(x.transpose(0, 1).reshape(steps * rows, size)))
+        .view(steps, rows, -1)
+        .mean(0)
+    )
 
 
 def graph(m: Any, x: Tensor, edge: Tensor) -> Tensor:
@@ -151,7 +168,12 @@ def tensor(*shape: int) -> Tensor:
 add("time-major", two(time_major), x(B, 5, D))
 add("time-major-T=B", two(time_major), x(B, B, D))
 add("time-major-T=SB", two(time_major), x(B, S * B, D))
-add("siamese-cat", two(lambda m, x: m.b(torch.tanh(m.a(torch.cat([x, 2 * x]))))), x(B, D), owner=lambda i: i % B)
+add(
+    "siamese-cat",
+    two(lambda m, x: m.b(torch.tanh(m.a(torch.cat([x, 2 * x]))))),
+    x(B, D),
+    owner=lambda i: i % B,
+)
 add(
     "siamese-pair",
     two(lambda m, x, y: (m.b(m.a(torch.cat([x, y]))).chunk(2)[0] - m.b(m.a(y))).abs()),
@@ -171,20 +193,52 @@ add(
     rows=None,
     folds=False,
 )
-add("graph-N=2", two(graph), lambda: call(tensor(2, D), torch.tensor([[0, 1], [1, 0]])), rows=None, folds=False)
-add("flat-outputs", two(lambda m, x: m.b(torch.tanh(m.a(x))).view(-1, C)), x(B, 5, D), owner=lambda i: i // 5)
+add(
+    "graph-N=2",
+    two(graph),
+    lambda: call(tensor(2, D), torch.tensor([[0, 1], [1, 0]])),
+    rows=None,
+    folds=False,
+)
+add(
+    "flat-outputs",
+    two(lambda m, x: m.b(torch.tanh(m.a(x))).view(-1, C)),
+    x(B, 5, D),
+    owner=lambda i: i // 5,
+)
 add("batch-attention", two(batch_attention), x(B, D), rows=None, folds=False)
 for _t in (B, 5, S * B, 2 * S * B):
-    add(f"positions-T={_t}", net(positions, a=lin(), b=lin(H, C), p=lin(1, H)), x(B, _t, D))
-for _t in (B, 5, S * B):
-    add(f"sequence-first-T={_t}", two(lambda m, x: m.b(torch.tanh(m.a(x))).mean(0)), x(_t, B, D))
     add(
-        f"sequence-first-kept-T={_t}", two(lambda m, x: m.b(torch.tanh(m.a(x)))), x(_t, B, D)
+        f"positions-T={_t}",
+        net(positions, a=lin(), b=lin(H, C), p=lin(1, H)),
+        x(B, _t, D),
+    )
+for _t in (B, 5, S * B):
+    add(
+        f"sequence-first-T={_t}",
+        two(lambda m, x: m.b(torch.tanh(m.a(x))).mean(0)),
+        x(_t, B, D),
+    )
+    add(
+        f"sequence-first-kept-T={_t}",
+        two(lambda m, x: m.b(torch.tanh(m.a(x)))),
+        x(_t, B, D),
     )  # nothing tells steps from rows: the first counts
 add("one-B-D", two(lambda m, x: m.b(torch.tanh(m.a(x)))), x(1, B, D), rows=None)
-add("one-B-D-summed", two(lambda m, x: m.b(torch.tanh(m.a(x))).sum((0, 1))), x(1, B, D), rows=None)
-add("mask-first", two(mask_first), lambda: call(torch.rand(B, 5) > 0.3, tensor(B, 5, D)))
-add("mask-first-keywords", two(mask_first), lambda: call(mask=torch.rand(B, B) > 0.3, x=tensor(B, B, D)))
+add(
+    "one-B-D-summed",
+    two(lambda m, x: m.b(torch.tanh(m.a(x))).sum((0, 1))),
+    x(1, B, D),
+    rows=None,
+)
+add(
+    "mask-first", two(mask_first), lambda: call(torch.rand(B, 5) > 0.3, tensor(B, 5, D))
+)
+add(
+    "mask-first-keywords",
+    two(mask_first),
+    lambda: call(mask=torch.rand(B, B) > 0.3, x=tensor(B, B, D)),
+)
 add(
     "shared-mask-first",
     two(lambda m, mask, x: m.b(torch.tanh(m.a(x)) * mask[None, :, None]).sum(1)),
@@ -192,19 +246,41 @@ add(
 )
 add(
     "lstm-alone-sequence-first",
-    net(lambda m, x: m.fc(m.lstm(x.transpose(0, 1))[0][-1]), lstm=lambda: nn.LSTM(D, H), fc=lin(H, C)),
+    net(
+        lambda m, x: m.fc(m.lstm(x.transpose(0, 1))[0][-1]),
+        lstm=lambda: nn.LSTM(D, H),
+        fc=lin(H, C),
+    ),
     x(B, 5, D),
     part="lstm",
 )
-add("windows-lstm", net(windows, lstm=lambda: nn.LSTM(D, H, batch_first=True), fc=lin(H, C)), x(B, 6, D))
-add("windows-lstm-B=5", net(windows, lstm=lambda: nn.LSTM(D, H, batch_first=True), fc=lin(H, C)), x(5, 6, D))
+add(
+    "windows-lstm",
+    net(windows, lstm=lambda: nn.LSTM(D, H, batch_first=True), fc=lin(H, C)),
+    x(B, 6, D),
+)
+add(
+    "windows-lstm-B=5",
+    net(windows, lstm=lambda: nn.LSTM(D, H, batch_first=True), fc=lin(H, C)),
+    x(5, 6, D),
+)
 
 
 # Used past a layer's forward, or twice: review 1.3 --------------------------------------------------------------------
 
 
-add("functional-linear", two(lambda m, x: m.b(torch.tanh(F.linear(x, m.a.weight, m.a.bias)))), x(B, D))
-add("functional-only", lambda: Net(lambda m, x: F.linear(x, m.fc.weight, 2 * m.fc.bias), fc=nn.Linear(D, C)), x(B, D))
+add(
+    "functional-linear",
+    two(lambda m, x: m.b(torch.tanh(F.linear(x, m.a.weight, m.a.bias)))),
+    x(B, D),
+)
+add(
+    "functional-only",
+    lambda: Net(
+        lambda m, x: F.linear(x, m.fc.weight, 2 * m.fc.bias), fc=nn.Linear(D, C)
+    ),
+    x(B, D),
+)
 add(
     "functional-conv",
     net(
@@ -215,7 +291,11 @@ add(
     ),
     x(B, D, 5),
 )  # fmt: skip
-add("weight-twice", two(lambda m, x: m.b(torch.tanh(m.a(x)) + F.linear(x, m.a.weight))), x(B, D))
+add(
+    "weight-twice",
+    two(lambda m, x: m.b(torch.tanh(m.a(x)) + F.linear(x, m.a.weight))),
+    x(B, D),
+)
 
 
 def _hooked(module: nn.Module, *args: Any) -> Any:
@@ -227,7 +307,9 @@ def with_instance_forward() -> nn.Module:
     model = nn.Sequential(nn.Linear(D, H), nn.Tanh(), nn.Linear(H, C))
     for layer in (model[0], model[2]):
         layer._old_forward = layer.forward  # type: ignore[assignment]
-        layer.forward = functools.update_wrapper(functools.partial(_hooked, layer), layer.forward)  # type: ignore[method-assign]
+        layer.forward = functools.update_wrapper(
+            functools.partial(_hooked, layer), layer.forward
+        )  # type: ignore[method-assign]
     return model
 
 
@@ -238,7 +320,11 @@ class LoudEncoderLayer(nn.TransformerEncoderLayer):
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.mix, self.out = nn.Embedding(7, H), nn.Linear(H, H), nn.Linear(H, 7, bias=False)
+        self.table, self.mix, self.out = (
+            nn.Embedding(7, H),
+            nn.Linear(H, H),
+            nn.Linear(H, 7, bias=False),
+        )
         self.out.weight = self.table.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -263,16 +349,26 @@ def settled(model: nn.Module, x: Tensor) -> nn.Module:
 
 
 add("instance-forward", with_instance_forward, x(B, D))
-add("encoder-subclass", lambda: LoudEncoderLayer(D, 2, 8, dropout=0.0, batch_first=True), x(B, 5, D))
+add(
+    "encoder-subclass",
+    lambda: LoudEncoderLayer(D, 2, 8, dropout=0.0, batch_first=True),
+    x(B, 5, D),
+)
 add(
     "encoder-stack-subclass",
-    lambda: nn.TransformerEncoder(LoudEncoderLayer(D, 2, 8, 0.0, batch_first=True), 2, enable_nested_tensor=False),
+    lambda: nn.TransformerEncoder(
+        LoudEncoderLayer(D, 2, 8, 0.0, batch_first=True), 2, enable_nested_tensor=False
+    ),
     x(B, B, D),
 )
 add("tied", Tied, lambda: call(ids(B, 5)))
 add(
     "padding",
-    net(lambda m, t: m.fc(m.table(t).sum(1)), table=lambda: nn.Embedding(7, H, padding_idx=0), fc=lin(H, C)),
+    net(
+        lambda m, t: m.fc(m.table(t).sum(1)),
+        table=lambda: nn.Embedding(7, H, padding_idx=0),
+        fc=lin(H, C),
+    ),
     lambda: call(torch.tensor([[1, 2, 0], [3, 0, 0], [0, 0, 0], [4, 5, 6]])),
 )
 add("pruned", pruned, x(B, D))
@@ -286,7 +382,10 @@ class OwnMatrix(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kernel, self.gain = nn.Parameter(torch.randn(D, H) / 2), nn.Parameter(torch.ones(H))
+        self.kernel, self.gain = (
+            nn.Parameter(torch.randn(D, H) / 2),
+            nn.Parameter(torch.ones(H)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return (x @ self.kernel) * self.gain
@@ -322,22 +421,43 @@ def new_style(norm: Callable[..., Any]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(norm(nn.Linear(D, H)), nn.Tanh(), nn.Linear(H, C))
 
 
-add("own-matrix", lambda: nn.Sequential(OwnMatrix(), nn.Tanh(), nn.Linear(H, C)), x(B, D))
-add("scaled-linear", lambda: nn.Sequential(Scaled(D, H), nn.Tanh(), nn.Linear(H, C)), x(B, D))
+add(
+    "own-matrix",
+    lambda: nn.Sequential(OwnMatrix(), nn.Tanh(), nn.Linear(H, C)),
+    x(B, D),
+)
+add(
+    "scaled-linear",
+    lambda: nn.Sequential(Scaled(D, H), nn.Tanh(), nn.Linear(H, C)),
+    x(B, D),
+)
 add(
     "same-pad-conv",
-    net(lambda m, x: m.fc(m.conv(x).mean((2, 3))), conv=lambda: SamePad(2, 4, 3), fc=lin(4, C)),
+    net(
+        lambda m, x: m.fc(m.conv(x).mean((2, 3))),
+        conv=lambda: SamePad(2, 4, 3),
+        fc=lin(4, C),
+    ),
     x(B, 2, 4, 4),
 )
 add(
     "bilinear",
-    net(lambda m, x, y: m.fc(torch.tanh(m.mix(x, y))), mix=lambda: nn.Bilinear(D, D, H), fc=lin(H, C)),
+    net(
+        lambda m, x, y: m.fc(torch.tanh(m.mix(x, y))),
+        mix=lambda: nn.Bilinear(D, D, H),
+        fc=lin(H, C),
+    ),
     lambda: call(tensor(B, D), tensor(B, D)),
 )
 add("weight-norm-old", old_style(torch.nn.utils.weight_norm), x(B, D))
 add("weight-norm-new", new_style(parametrizations.weight_norm), x(B, D))
 add("spectral-norm-old", old_style(torch.nn.utils.spectral_norm), x(B, D), trains=False)
-add("spectral-norm-new", new_style(parametrizations.spectral_norm), x(B, D), trains=False)
+add(
+    "spectral-norm-new",
+    new_style(parametrizations.spectral_norm),
+    x(B, D),
+    trains=False,
+)
 
 
 # Layouts --------------------------------------------------------------------------------------------------------------
@@ -361,8 +481,13 @@ class Causal(nn.Module):
 
     def __init__(self, batch_first: bool, dropout: float = 0.0) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(D, 2, 8, dropout=dropout, batch_first=batch_first)
-        self.encoder, self.head = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), nn.Linear(D, C)
+        layer = nn.TransformerEncoderLayer(
+            D, 2, 8, dropout=dropout, batch_first=batch_first
+        )
+        self.encoder, self.head = (
+            nn.TransformerEncoder(layer, 1, enable_nested_tensor=False),
+            nn.Linear(D, C),
+        )
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.head(self.encoder(x, mask=mask))
@@ -375,7 +500,10 @@ def causal(size: int) -> Tensor:
 class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.down, self.inner = nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.down, self.inner = (
+            nn.Conv2d(2, 4, 3, stride=2, padding=1),
+            nn.Conv2d(4, 4, 3, padding=1),
+        )
         self.up, self.head = nn.ConvTranspose2d(4, 4, 2, stride=2), nn.Conv2d(6, C, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -406,7 +534,12 @@ add(
 )
 add("patches", two(patches, n_in=8), x(B, 2, 4, 4))
 add("transformer-sequence-first", lambda: Causal(False), x(5, B, D), rows=1)
-add("transformer-sequence-first-T=B", lambda: Causal(False), lambda: call(tensor(B, B, D), mask=causal(B)), rows=1)
+add(
+    "transformer-sequence-first-T=B",
+    lambda: Causal(False),
+    lambda: call(tensor(B, B, D), mask=causal(B)),
+    rows=1,
+)
 add(
     "transformer-sequence-first-T=SB",
     lambda: Causal(False),
@@ -414,7 +547,11 @@ add(
     rows=1,
 )
 add("transformer-T=B", lambda: Causal(True), lambda: call(tensor(B, B, D), causal(B)))
-add("transformer-T=SB", lambda: Causal(True), lambda: call(tensor(B, S * B, D), mask=causal(S * B)))
+add(
+    "transformer-T=SB",
+    lambda: Causal(True),
+    lambda: call(tensor(B, S * B, D), mask=causal(S * B)),
+)
 add("transformer-dropout", lambda: Causal(True, 0.3), x(B, 5, D), trains=False)
 add(
     "attention-mask-T=B",
@@ -426,27 +563,52 @@ add(
     lambda: call(tensor(B, B, D), causal(B)),
 )
 add("unet", UNet, x(B, 2, 4, 4))
-add("channels-last", two(lambda m, x: m.b(torch.tanh(m.a(x.permute(0, 2, 3, 1)))).permute(0, 3, 1, 2)), x(B, D, 3, 3))
-add("split-chunks", two(lambda m, x: torch.cat([m.b(torch.tanh(m.a(part))) for part in x.split(3)])), x(B, D))
+add(
+    "channels-last",
+    two(lambda m, x: m.b(torch.tanh(m.a(x.permute(0, 2, 3, 1)))).permute(0, 3, 1, 2)),
+    x(B, D, 3, 3),
+)
+add(
+    "split-chunks",
+    two(lambda m, x: torch.cat([m.b(torch.tanh(m.a(part))) for part in x.split(3)])),
+    x(B, D),
+)
 add("row-by-row", two(per_row), x(B, D))
 add("gru-cell", net(cells, cell=lambda: nn.GRUCell(D, H), fc=lin(H, C)), x(B, 5, D))
 add(
     "lstm-wrapper",
-    net(lambda m, x: m.fc(m.lstm(x.transpose(0, 1))[0].transpose(0, 1)), lstm=lambda: nn.LSTM(D, H), fc=lin(H, C)),
+    net(
+        lambda m, x: m.fc(m.lstm(x.transpose(0, 1))[0].transpose(0, 1)),
+        lstm=lambda: nn.LSTM(D, H),
+        fc=lin(H, C),
+    ),
     x(B, 5, D),
 )
 add(
     "lstm-wrapper-T=B",
-    net(lambda m, x: m.fc(m.lstm(x.transpose(0, 1))[0].transpose(0, 1)), lstm=lambda: nn.LSTM(D, H), fc=lin(H, C)),
+    net(
+        lambda m, x: m.fc(m.lstm(x.transpose(0, 1))[0].transpose(0, 1)),
+        lstm=lambda: nn.LSTM(D, H),
+        fc=lin(H, C),
+    ),
     x(B, B, D),
 )
 add(
-    "lstm-states", net(lambda m, x: m.lstm(x), lstm=lambda: nn.LSTM(D, H, batch_first=True)), x(B, 5, D), rows=(0, 1, 1)
+    "lstm-states",
+    net(lambda m, x: m.lstm(x), lstm=lambda: nn.LSTM(D, H, batch_first=True)),
+    x(B, 5, D),
+    rows=(0, 1, 1),
 )
 add("class-token", two(class_token), x(B, 5, D))
 add("unbatched", two(lambda m, x: m.b(torch.tanh(m.a(x)))), x(D), rows=None)
-add("transposed-batch", two(lambda m, x: m.b(torch.tanh(m.a(x.T)))), x(B, D))  # its rows are the columns
-add("einsum", two(lambda m, x: torch.einsum("bth,bsh->bts", m.a(x), m.a(x)).mean(2)), x(B, 5, D))
+add(
+    "transposed-batch", two(lambda m, x: m.b(torch.tanh(m.a(x.T)))), x(B, D)
+)  # its rows are the columns
+add(
+    "einsum",
+    two(lambda m, x: torch.einsum("bth,bsh->bts", m.a(x), m.a(x)).mean(2)),
+    x(B, 5, D),
+)
 
 
 # Rows that act on each other ------------------------------------------------------------------------------------------
@@ -477,8 +639,20 @@ add(
     rows=None,
     folds=False,
 )
-add("contrastive", two(lambda m, x: (lambda h: h @ h.T)(m.b(torch.tanh(m.a(x))))), x(B, D), rows=None, folds=False)
-add("prototypes", two(prototypes), lambda: call(tensor(B, D), tensor(B, D)), rows=None, folds=False)
+add(
+    "contrastive",
+    two(lambda m, x: (lambda h: h @ h.T)(m.b(torch.tanh(m.a(x))))),
+    x(B, D),
+    rows=None,
+    folds=False,
+)
+add(
+    "prototypes",
+    two(prototypes),
+    lambda: call(tensor(B, D), tensor(B, D)),
+    rows=None,
+    folds=False,
+)
 add("prototypes-2", two(prototypes), lambda: call(tensor(B, D), tensor(2, D)))
 add(
     "pairwise",
@@ -487,16 +661,53 @@ add(
     rows=None,
     folds=False,
 )
-add("pairs", two(lambda m, x: m.b(torch.tanh(m.a(x)).view(x.shape[0] // 2, 2, -1).sum(1))), x(B, D), rows=None)
-add("cumsum", two(lambda m, x: m.b(torch.tanh(m.a(x)).cumsum(0))), x(B, D), rows=None, folds=False)
-add("sorted", two(lambda m, x: m.b(m.a(x).sort(0).values)), x(B, D), rows=None, folds=False)
+add(
+    "pairs",
+    two(lambda m, x: m.b(torch.tanh(m.a(x)).view(x.shape[0] // 2, 2, -1).sum(1))),
+    x(B, D),
+    rows=None,
+)
+add(
+    "cumsum",
+    two(lambda m, x: m.b(torch.tanh(m.a(x)).cumsum(0))),
+    x(B, D),
+    rows=None,
+    folds=False,
+)
+add(
+    "sorted",
+    two(lambda m, x: m.b(m.a(x).sort(0).values)),
+    x(B, D),
+    rows=None,
+    folds=False,
+)
 add("flipped", two(lambda m, x: m.b(torch.tanh(m.a(x).flip(0)))), x(B, D), rows=None)
-add("batch-size", two(lambda m, x: m.b(torch.tanh(m.a(x))) / x.shape[0]), x(B, D), folds=False)
-add("arange-rows", two(lambda m, x: m.b(torch.tanh(m.a(x + torch.arange(len(x)).unsqueeze(1))))), x(B, D), folds=False)
-add("centred", two(lambda m, x: m.b(m.a(x) - m.a(x).mean(0))), x(B, D), rows=None, folds=False)
+add(
+    "batch-size",
+    two(lambda m, x: m.b(torch.tanh(m.a(x))) / x.shape[0]),
+    x(B, D),
+    folds=False,
+)
+add(
+    "arange-rows",
+    two(lambda m, x: m.b(torch.tanh(m.a(x + torch.arange(len(x)).unsqueeze(1))))),
+    x(B, D),
+    folds=False,
+)
+add(
+    "centred",
+    two(lambda m, x: m.b(m.a(x) - m.a(x).mean(0))),
+    x(B, D),
+    rows=None,
+    folds=False,
+)
 add("branch", two(branch), x(B, D), rows=None)
 add("branch-other-seed", two(branch), lambda: call(tensor(B, D) - 0.5), rows=None)
-add("experts", net(experts, router=lin(D, 3), e0=lin(D, C), e1=lin(D, C), e2=lin(D, C)), x(B, D))
+add(
+    "experts",
+    net(experts, router=lin(D, 3), e0=lin(D, C), e1=lin(D, C), e2=lin(D, C)),
+    x(B, D),
+)
 
 
 # Inputs and outputs of other kinds ------------------------------------------------------------------------------------
@@ -544,13 +755,27 @@ class Holds(nn.Module):
         self.shifts = [torch.linspace(-1, 1, D), torch.linspace(0, 1, B * D).view(B, D)]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.tanh(self.a(x + self.shifts[0]))) + self.b(torch.tanh(self.a(self.shifts[1]))).mean(0)
+        return self.b(torch.tanh(self.a(x + self.shifts[0]))) + self.b(
+            torch.tanh(self.a(self.shifts[1]))
+        ).mean(0)
 
 
-add("dict-outputs", two(lambda m, x: {"logits": m.b(m.a(x)), "hidden": m.a(x), "note": "kept"}), x(B, D))
+add(
+    "dict-outputs",
+    two(lambda m, x: {"logits": m.b(m.a(x)), "hidden": m.a(x), "note": "kept"}),
+    x(B, D),
+)
 add("dataclass-outputs", two(lambda m, x: Result(m.b(m.a(x)), m.a(x))), x(B, D))
-add("namedtuple-outputs", two(lambda m, x: Pair(m.b(m.a(x)), F.softplus(m.b(m.a(x))))), x(B, D))
-add("nested-outputs", two(lambda m, x: {"all": [m.b(m.a(x)), (m.a(x), None, 3)]}), x(B, D))
+add(
+    "namedtuple-outputs",
+    two(lambda m, x: Pair(m.b(m.a(x)), F.softplus(m.b(m.a(x))))),
+    x(B, D),
+)
+add(
+    "nested-outputs",
+    two(lambda m, x: {"all": [m.b(m.a(x)), (m.a(x), None, 3)]}),
+    x(B, D),
+)
 add(
     "scalar-loss",
     two(lambda m, x, y: F.cross_entropy(m.b(m.a(x)), y)),
@@ -560,13 +785,25 @@ add(
 )
 add(
     "loss-and-logits",
-    two(lambda m, x, y: {"loss": F.cross_entropy(m.b(m.a(x)), y), "logits": m.b(m.a(x))}),
+    two(
+        lambda m, x, y: {"loss": F.cross_entropy(m.b(m.a(x)), y), "logits": m.b(m.a(x))}
+    ),
     lambda: call(tensor(B, D), ids(B, most=C)),
     rows=("any", 0),
 )
 add("no-rows", two(lambda m, x: m.b(m.a(x)).mean(0)), x(B, D), rows=("any",))
-add("no-rows-C=SB", two(lambda m, x: m.b(m.a(x)).mean(0), n_out=S * B), x(B, D), rows=("any",))
-add("weights-returned", two(lambda m, x: (m.b(m.a(x)), m.a.bias * 2)), x(B, D), rows=None)
+add(
+    "no-rows-C=SB",
+    two(lambda m, x: m.b(m.a(x)).mean(0), n_out=S * B),
+    x(B, D),
+    rows=("any",),
+)
+add(
+    "weights-returned",
+    two(lambda m, x: (m.b(m.a(x)), m.a.bias * 2)),
+    x(B, D),
+    rows=None,
+)
 add(
     "keywords-only",
     two(lambda m, *, x, scale: m.b(torch.tanh(m.a(x)) * scale)),
@@ -589,7 +826,11 @@ add(
     lambda: call([tensor(2, D), tensor(5, D)]),
     rows=None,
 )
-add("nested-dict", two(nested), lambda: call({"left": {"x": tensor(B, D)}, "right": [tensor(B, D), "word"]}))
+add(
+    "nested-dict",
+    two(nested),
+    lambda: call({"left": {"x": tensor(B, D)}, "right": [tensor(B, D), "word"]}),
+)
 add(
     "integers",
     net(
@@ -614,11 +855,28 @@ add(
     two(lambda m, x, i: m.b(torch.tanh(m.a(x))).gather(1, i.unsqueeze(1))),
     lambda: call(tensor(B, D), ids(B, most=C)),
 )
-add("one-hot", two(lambda m, t: m.b(torch.tanh(m.a(F.one_hot(t, D).float())))), lambda: call(ids(B, most=D)))
-add("shared-layer", two(lambda m, x: m.b(m.a(torch.tanh(m.b(m.a(x))) @ x.new_ones(C, D)))), x(B, D))
-add("steps-3", net(many_steps, a=lin(), c=lin(H, H), b=lin(H, C)), lambda: call(tensor(B, D), 3))
+add(
+    "one-hot",
+    two(lambda m, t: m.b(torch.tanh(m.a(F.one_hot(t, D).float())))),
+    lambda: call(ids(B, most=D)),
+)
+add(
+    "shared-layer",
+    two(lambda m, x: m.b(m.a(torch.tanh(m.b(m.a(x))) @ x.new_ones(C, D)))),
+    x(B, D),
+)
+add(
+    "steps-3",
+    net(many_steps, a=lin(), c=lin(H, H), b=lin(H, C)),
+    lambda: call(tensor(B, D), 3),
+)
 add("steps-default", net(many_steps, a=lin(), c=lin(H, H), b=lin(H, C)), x(B, D))
-add("until-small", net(until_small, a=lin(), c=lin(H, H), b=lin(H, C)), x(B, D), rows=None)
+add(
+    "until-small",
+    net(until_small, a=lin(), c=lin(H, H), b=lin(H, C)),
+    x(B, D),
+    rows=None,
+)
 add("holds-tensors", Holds, x(B, D))
 add(
     "batch-norm",
@@ -643,7 +901,12 @@ add(
 )
 add(
     "layer-norm-T=B",
-    net(lambda m, x: m.fc(m.norm(torch.relu(m.a(x)))), a=lin(), norm=lambda: nn.LayerNorm(H), fc=lin(H, C)),
+    net(
+        lambda m, x: m.fc(m.norm(torch.relu(m.a(x)))),
+        a=lin(),
+        norm=lambda: nn.LayerNorm(H),
+        fc=lin(H, C),
+    ),
     x(B, B, D),
 )
 add(
@@ -658,7 +921,12 @@ add(
 )
 add(
     "dropout",
-    net(lambda m, x: m.b(m.drop(torch.tanh(m.a(x)))), a=lin(), b=lin(H, C), drop=lambda: nn.Dropout(0.4)),
+    net(
+        lambda m, x: m.b(m.drop(torch.tanh(m.a(x)))),
+        a=lin(),
+        b=lin(H, C),
+        drop=lambda: nn.Dropout(0.4),
+    ),
     x(B, D),
     trains=False,
 )

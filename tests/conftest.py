@@ -18,26 +18,36 @@ import torch
 # 400,000 the collector itself took 1.3 of 47 seconds instead of 1.8 of 44, and the process 60 MiB more.
 gc.set_threshold(400_000, 20, 20)
 
-if not torch.cuda.is_available():  # seeding would write down the stack for devices that may start later: .45 ms a call
+if (
+    not torch.cuda.is_available()
+):  # seeding would write down the stack for devices that may start later: .45 ms a call
     for other in (torch.cuda, torch.xpu, torch.mtia):
         other.manual_seed_all = lambda seed: None  # type: ignore[assignment]
 
 # How long guards take is measured after every compilation, with the processor's caches emptied first: .1 s.
 torch._C._dynamo.guards.profile_guard_manager = lambda *args: 0.0
 
-os.fsync = lambda file: None  # no test cuts the power, and a run of the lab waits some thirty times for the disk
+os.fsync = lambda file: (
+    None
+)  # no test cuts the power, and a run of the lab waits some thirty times for the disk
 
 collect_ignore = ["fakes"]  # stand-ins for programs, run by tests
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--full-contract", action="store_true", help="every method x layer x property, not a covering array"
+        "--full-contract",
+        action="store_true",
+        help="every method x layer x property, not a covering array",
     )
 
 
 # Of docstrings.
-SLOW_EXAMPLES = ("slimbayes.sklearn.estimators.", "slimbayes.prediction.export.", "slimbayes.train.recorded.compiled")
+SLOW_EXAMPLES = (
+    "slimbayes.sklearn.estimators.",
+    "slimbayes.prediction.export.",
+    "slimbayes.train.recorded.compiled",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
@@ -64,9 +74,13 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-if device := os.environ.get("SLIMBAYES_TEST_DEVICE"):  # run the suite on a GPU: SLIMBAYES_TEST_DEVICE=cuda
+if device := os.environ.get(
+    "SLIMBAYES_TEST_DEVICE"
+):  # run the suite on a GPU: SLIMBAYES_TEST_DEVICE=cuda
     torch.set_default_device(device)
-    torch.backends.cudnn.allow_tf32 = False  # its default; comparisons need full single precision
+    torch.backends.cudnn.allow_tf32 = (
+        False  # its default; comparisons need full single precision
+    )
 
 
 @pytest.fixture(scope="module")
@@ -93,5 +107,9 @@ def last_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(passes, "run", recording)
     monkeypatch.setattr(
-        Posterior, "current", property(lambda posterior: passes.pass_of(posterior.key) or last[posterior.key])
+        Posterior,
+        "current",
+        property(
+            lambda posterior: passes.pass_of(posterior.key) or last[posterior.key]
+        ),
     )

@@ -22,7 +22,9 @@ from pathlib import Path
 from slimbayes.lab.configs.files import read_tree, row_names
 
 ROOT = Path(__file__).resolve().parent.parent
-LIST, PAGE, DEVIATIONS = (ROOT / "docs" / name for name in ("coverage.tsv", "coverage.md", "deviations.md"))
+LIST, PAGE, DEVIATIONS = (
+    ROOT / "docs" / name for name in ("coverage.tsv", "coverage.md", "deviations.md")
+)
 OPEN = "## What is not whole, and why\n"
 PAPERS = {
     "rank1": "Efficient and Scalable Bayesian Neural Nets with Rank-1 Factors (Dusenberry et al. 2020)",
@@ -55,7 +57,11 @@ def faults(row: Row) -> list[str]:
     """What is wrong with a line: targets that do not exist, claims without proof."""
     found = [f"no such code: {t}" for t in targets(row["code"]) if not _code_exists(t)]
     found += [f"no such test: {t}" for t in targets(row["test"]) if not _test_exists(t)]
-    found += [f"no such record: {t}" for t in targets(row["record"]) if not (ROOT / t).exists()]
+    found += [
+        f"no such record: {t}"
+        for t in targets(row["record"])
+        if not (ROOT / t).exists()
+    ]
     if row["paper"] not in PAPERS or not row["place"] or not row["item"]:
         found.append("paper, place or item is not said")
     if state(row) == "missing" and not row["lacks"]:
@@ -68,7 +74,10 @@ def faults(row: Row) -> list[str]:
 def _code_exists(target: str) -> bool:
     place, _, row = target.partition("#")
     name, _, member = place.partition(":")
-    file = next((f for f in (ROOT / "src" / "slimbayes" / name, ROOT / name) if f.is_file()), None)
+    file = next(
+        (f for f in (ROOT / "src" / "slimbayes" / name, ROOT / name) if f.is_file()),
+        None,
+    )
     if file is None or (row and row not in row_names(read_tree(file))):
         return False
     return not member or member in _names(file)
@@ -86,7 +95,12 @@ def _names(file: Path) -> set[str]:
     tree = ast.parse(file.read_text())
     kinds = (ast.ClassDef, ast.FunctionDef)
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    methods = {f"{c.name}.{m.name}" for c in classes for m in c.body if isinstance(m, ast.FunctionDef)}
+    methods = {
+        f"{c.name}.{m.name}"
+        for c in classes
+        for m in c.body
+        if isinstance(m, ast.FunctionDef)
+    }
     return {node.name for node in tree.body if isinstance(node, kinds)} | methods
 
 
@@ -101,29 +115,58 @@ def page(rows: list[Row]) -> str:
     ]  # fmt: skip
     for name, title in [*PAPERS.items(), ("", "**together**")]:
         states = [state(row) for row in rows if name in ("", row["paper"])]
-        lines.append(f"| {title} | {len(states)} | {' | '.join(str(states.count(one)) for one in STATES)} |")
+        lines.append(
+            f"| {title} | {len(states)} | {' | '.join(str(states.count(one)) for one in STATES)} |"
+        )
     for name, title in PAPERS.items():
-        lines += ["", f"## {title}", "", "| where | what | | implemented in | proven by | against | record | lacks |"]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "| where | what | | implemented in | proven by | against | record | lacks |",
+        ]
         lines += ["|---|---|---|---|---|---|---|---|"]
         lines += [_line(row) for row in rows if row["paper"] == name]
     return "\n".join(lines) + "\n"
 
 
 def _line(row: Row) -> str:
-    coded = [", ".join(f"`{target}`" for target in targets(row[column])) for column in ("code", "test", "record")]
-    cells = [row["place"], row["item"], state(row), coded[0], coded[1], row["against"], coded[2], row["lacks"]]
+    coded = [
+        ", ".join(f"`{target}`" for target in targets(row[column]))
+        for column in ("code", "test", "record")
+    ]
+    cells = [
+        row["place"],
+        row["item"],
+        state(row),
+        coded[0],
+        coded[1],
+        row["against"],
+        coded[2],
+        row["lacks"],
+    ]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def open_items(rows: list[Row]) -> str:
     """The last section of docs/deviations.md: a line for each reason, with the items that are not whole for it."""
-    lines = [OPEN, "Generated from `coverage.tsv`, like [coverage.md](coverage.md).", "", "| paper | why | what |"]
+    lines = [
+        OPEN,
+        "Generated from `coverage.tsv`, like [coverage.md](coverage.md).",
+        "",
+        "| paper | why | what |",
+    ]
     lines.append("|---|---|---|")
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if state(row) != "whole":
-            reasons.setdefault((row["paper"], row["lacks"]), []).append(f"{row['item']} ({row['place']})")
-    lines += [f"| {paper} | {why} | {'; '.join(items)} |" for (paper, why), items in reasons.items()]
+            reasons.setdefault((row["paper"], row["lacks"]), []).append(
+                f"{row['item']} ({row['place']})"
+            )
+    lines += [
+        f"| {paper} | {why} | {'; '.join(items)} |"
+        for (paper, why), items in reasons.items()
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -20,11 +20,17 @@ def pairs_in(case: Case, alike: Mapping[str, str] = {}) -> set[tuple[str, str, s
     one."""
     method, layer, name = case
     both = (alike.get(method, method), alike.get(layer, layer))
-    return {("method, layer", *both), ("method, property", method, name), ("layer, property", layer, name)}
+    return {
+        ("method, layer", *both),
+        ("method, property", method, name),
+        ("layer, property", layer, name),
+    }
 
 
 def covering(
-    grid: dict[str, list[Pair]], kept: Callable[[str, Pair], bool], alike: Mapping[str, str] = {}
+    grid: dict[str, list[Pair]],
+    kept: Callable[[str, Pair], bool],
+    alike: Mapping[str, str] = {},
 ) -> dict[str, list[Pair]]:
     """The cases of a grid, {property: (method, layer) pairs}, to run: those `kept`, then greedily those with new pairs.
 
@@ -33,8 +39,15 @@ def covering(
     4
     """
     cases: list[Case] = []
-    for name, pairs in grid.items():  # each in an order of its own, the same in every run, so that properties differ
-        cases += [(*pair, name) for pair in random.Random(name).sample(pairs, len(pairs))]
+    for (
+        name,
+        pairs,
+    ) in (
+        grid.items()
+    ):  # each in an order of its own, the same in every run, so that properties differ
+        cases += [
+            (*pair, name) for pair in random.Random(name).sample(pairs, len(pairs))
+        ]
     chosen = {case for case in cases if kept(case[2], case[:2])}
     pairs = {case: pairs_in(case, alike) for case in cases}
     missing = set().union(*pairs.values()).difference(*(pairs[case] for case in chosen))
@@ -43,7 +56,10 @@ def covering(
             if len(pairs[case] & missing) >= new:
                 chosen.add(case)
                 missing -= pairs[case]
-    return {name: [pair for pair in all_ if (*pair, name) in chosen] for name, all_ in grid.items()}
+    return {
+        name: [pair for pair in all_ if (*pair, name) in chosen]
+        for name, all_ in grid.items()
+    }
 
 
 def pairwise(*axes: Collection[Any]) -> list[tuple[Any, ...]]:
@@ -55,7 +71,9 @@ def pairwise(*axes: Collection[Any]) -> list[tuple[Any, ...]]:
     places = list(itertools.product(*(range(len(axis)) for axis in axes)))
     pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in places}
     missing, chosen = set().union(*pairs.values()), set()
-    for new in range(len(axes) * (len(axes) - 1) // 2, 0, -1):  # first the cases that bring most
+    for new in range(
+        len(axes) * (len(axes) - 1) // 2, 0, -1
+    ):  # first the cases that bring most
         for case in places:
             if len(pairs[case] & missing) >= new:
                 chosen.add(case)
@@ -73,7 +91,10 @@ def each(more: Collection[Any], fewer: Collection[Any]) -> list[tuple[Any, Any]]
     one, other = list(more), list(fewer)
     if len(one) < len(other):
         return [(first, second) for second, first in each(other, one)]
-    return [(value, other[(i + i // len(other)) % len(other)]) for i, value in enumerate(one)]
+    return [
+        (value, other[(i + i // len(other)) % len(other)])
+        for i, value in enumerate(one)
+    ]
 
 
 def first_met(pairs: list[Pair]) -> set[Pair]:
@@ -83,10 +104,15 @@ def first_met(pairs: list[Pair]) -> set[Pair]:
     [('a', 'x'), ('a', 'y'), ('b', 'x')]
     """
     seen: set[str] = set()
-    return {pair for pair in pairs if not seen.issuperset(pair) and not seen.update(pair)}
+    return {
+        pair for pair in pairs if not seen.issuperset(pair) and not seen.update(pair)
+    }
 
 
 def marked(pairs: list[Pair], quick: set[Pair]) -> list[Any]:
     """Pairs as parameters of a test, slow unless they are `quick`."""
     slow = pytest.mark.slow
-    return [pytest.param(*pair, id="-".join(pair), marks=() if pair in quick else slow) for pair in pairs]
+    return [
+        pytest.param(*pair, id="-".join(pair), marks=() if pair in quick else slow)
+        for pair in pairs
+    ]

@@ -32,7 +32,9 @@ def damaged(data: bytes, dice: random.Random) -> tuple[bytes, str]:
     return bytes(changed), f"bit {bit}"
 
 
-def damage(files: list[Path], dice: random.Random, times: int, good: Callable[[], bool]) -> Count:
+def damage(
+    files: list[Path], dice: random.Random, times: int, good: Callable[[], bool]
+) -> Count:
     """Damage one of the files at a time; a refusal in words, or what was there before, is survival."""
     count = Count()
     for _ in range(times):
@@ -42,7 +44,9 @@ def damage(files: list[Path], dice: random.Random, times: int, good: Callable[[]
         file.write_bytes(after)
         try:
             with warnings.catch_warnings(action="ignore"):
-                count.add(good(), f"{file.name}, {what}: read as something else in silence")
+                count.add(
+                    good(), f"{file.name}, {what}: read as something else in silence"
+                )
         except TOLD:
             count.add(True)
         except Exception as error:
@@ -53,7 +57,9 @@ def damage(files: list[Path], dice: random.Random, times: int, good: Callable[[]
 
 
 @fault(
-    "bit flips and cuts of the latest checkpoint", "refused with a warning; the one before it, whole, is used", NO_SUMS
+    "bit flips and cuts of the latest checkpoint",
+    "refused with a warning; the one before it, whole, is used",
+    NO_SUMS,
 )
 def damaged_checkpoints(place: Path, dice: random.Random) -> Count:
     folder = small_run(place / "run") / "checkpoints"
@@ -72,12 +78,16 @@ def damaged_checkpoints(place: Path, dice: random.Random) -> Count:
     return damage(sorted(newest.iterdir()), dice, 1000, good)
 
 
-@fault("bit flips and cuts of saved posteriors", "refused, or the same weights", NO_SUMS)
+@fault(
+    "bit flips and cuts of saved posteriors", "refused, or the same weights", NO_SUMS
+)
 def damaged_posteriors(place: Path, dice: random.Random, times: int = 1000) -> Count:
     net = small_net()
     folder = place / "net"
     sb.save(net, folder, base=True)
-    return damage(sorted(folder.iterdir()), dice, times, lambda: holds_one(folder, [net]))
+    return damage(
+        sorted(folder.iterdir()), dice, times, lambda: holds_one(folder, [net])
+    )
 
 
 @fault(
@@ -87,7 +97,9 @@ def damaged_posteriors(place: Path, dice: random.Random, times: int = 1000) -> C
 )
 def damaged_inputs(place: Path, dice: random.Random) -> Count:
     run, out = small_run(place / "run"), place / "out.json"
-    np.save(place / "x.npy", np.random.default_rng(0).random((5, 1, 8, 8), dtype=np.float32))
+    np.save(
+        place / "x.npy", np.random.default_rng(0).random((5, 1, 8, 8), dtype=np.float32)
+    )
     predict_file(run, place / "x.npy", out, 1, "cpu")
     expected = out.read_bytes()
 
@@ -106,7 +118,9 @@ def damaged_inputs(place: Path, dice: random.Random) -> Count:
 def damaged_records(place: Path, dice: random.Random) -> Count:
     run = small_run(place / "run")
     expected = record.read(run)
-    return damage([run / "record.json"], dice, 600, lambda: record.read(run) == expected)
+    return damage(
+        [run / "record.json"], dice, 600, lambda: record.read(run) == expected
+    )
 
 
 @fault(
@@ -116,7 +130,10 @@ def damaged_records(place: Path, dice: random.Random) -> Count:
 )
 def foreign_checkpoints(place: Path, dice: random.Random) -> Count:
     count = Count()
-    whole, other = (fit(experiment(seed=seed), place / f"whole-{seed}", EVERY_STEP) for seed in (0, 1))
+    whole, other = (
+        fit(experiment(seed=seed), place / f"whole-{seed}", EVERY_STEP)
+        for seed in (0, 1)
+    )
     for number in range(5):
         cut = shutil.copytree(whole, place / f"cut-{number}")
         for name in ("record.json", "model/manifest.json"):
@@ -128,7 +145,9 @@ def foreign_checkpoints(place: Path, dice: random.Random) -> Count:
         shutil.rmtree(cut / "model")
         try:
             with warnings.catch_warnings(action="ignore"):
-                same = weights(fit(experiment(), cut, EVERY_STEP, True)) == weights(whole)
+                same = weights(fit(experiment(), cut, EVERY_STEP, True)) == weights(
+                    whole
+                )
             count.add(same, "another end")
         except Exception as error:
             count.add(False, f"{type(error).__name__}: {error}")

@@ -33,7 +33,8 @@ def hostile_configs() -> dict[str, str]:
     bomb = "[&a0 [lol, lol], " + ", ".join(lines) + "]"
     return {
         "aliases that multiply": f"{TREE}include: {bomb}\n",
-        "aliases that multiply, in a list that is known": TREE + f"evaluate: {{ood: {bomb}}}\n",
+        "aliases that multiply, in a list that is known": TREE
+        + f"evaluate: {{ood: {bomb}}}\n",
         "10,000 nested lists": TREE + "include: " + "[" * 10_000 + "]" * 10_000,
         "10,000 nested mappings": TREE + "include: " + "{a: " * 10_000 + "}" * 10_000,
         "a duplicate key": TREE + "seed: 1\nseed: 2\n",
@@ -67,12 +68,18 @@ def hostile_config(place: Path, dice: random.Random) -> Count:
         count.add(answer.refused("config", "/"), f"{name}: {answer}")
     file.write_text(TREE + "seed: 010\n")
     answer = ask(lambda: load(file).seed, seconds=5)
-    count.add(answer.value == 10 or answer.refused("seed"), f"seed: 010 is read as {answer.value}")
+    count.add(
+        answer.value == 10 or answer.refused("seed"),
+        f"seed: 010 is read as {answer.value}",
+    )
     for i in range(26):  # each extends the next one twice
         below = f"extends: [d{i + 1}.yaml, ./d{i + 1}.yaml]\n" if i < 25 else ""
         (place / f"d{i}.yaml").write_text(below + (TREE if i == 25 else ""))
     answer = ask(lambda: load(place / "d0.yaml").name, seconds=5)
-    count.add(answer.kind == "value" or answer.refused("extends"), f"a diamond of 2^25 files: {answer}")
+    count.add(
+        answer.kind == "value" or answer.refused("extends"),
+        f"a diamond of 2^25 files: {answer}",
+    )
     os.mkfifo(place / "fifo.yaml")
     (place / "folder.yaml").mkdir()
     for special in (place / "fifo.yaml", place / "folder.yaml", Path("/dev/zero")):
@@ -110,16 +117,36 @@ def hostile_record(place: Path, dice: random.Random) -> Count:
     for name, data in hostile_records(tree).items():
         hostile.append(place / f"bad-{len(hostile)}")
         hostile[-1].mkdir()
-        (hostile[-1] / "record.json").write_bytes(data) if data else os.mkfifo(hostile[-1] / "record.json")
+        (hostile[-1] / "record.json").write_bytes(data) if data else os.mkfifo(
+            hostile[-1] / "record.json"
+        )
         answer = ask(lambda: record.read(hostile[-1]).name, seconds=5)
         count.add(answer.refused("record.json"), f"{name}: {answer}")
-    page = ask(lambda: write_page([good, *hostile], place / "page.html").exists(), seconds=30)
+    page = ask(
+        lambda: write_page([good, *hostile], place / "page.html").exists(), seconds=30
+    )
     count.add(page.kind == "value", f"the page of a good one and all of them: {page}")
-    names = ("__proto__", "constructor", "toString", "</script><script>alert(1)</script>")
+    names = (
+        "__proto__",
+        "constructor",
+        "toString",
+        "</script><script>alert(1)</script>",
+    )
     small = {"train_limit": 100, "test_limit": 20}
-    runs = [fit(experiment(name=name, data=small), place / f"n{i}", CPU) for i, name in enumerate(names)]
-    page = ask(lambda: "<script>alert(1)" not in write_page([good, *runs], place / "page.html").read_text(), seconds=60)
-    count.add(page.value is True, f"the page of runs with such names: {page}", len(names))
+    runs = [
+        fit(experiment(name=name, data=small), place / f"n{i}", CPU)
+        for i, name in enumerate(names)
+    ]
+    page = ask(
+        lambda: (
+            "<script>alert(1)"
+            not in write_page([good, *runs], place / "page.html").read_text()
+        ),
+        seconds=60,
+    )
+    count.add(
+        page.value is True, f"the page of runs with such names: {page}", len(names)
+    )
     return count
 
 
@@ -131,7 +158,11 @@ def hostile_record(place: Path, dice: random.Random) -> Count:
 def hostile_posterior(place: Path, dice: random.Random) -> Count:
     count, whole = Count(), place / "net"
     sb.save(small_net(), whole, base=True)
-    file = next(f for f in sorted(whole.iterdir()) if f.suffix == ".json" and f.name != "manifest.json")
+    file = next(
+        f
+        for f in sorted(whole.iterdir())
+        if f.suffix == ".json" and f.name != "manifest.json"
+    )
     tree = json.loads(file.read_text())
     texts = [text for text in _changes(tree) if text != json.dumps(tree)]
     texts += [
@@ -147,7 +178,9 @@ def hostile_posterior(place: Path, dice: random.Random) -> Count:
         manifest = json.loads((folder / "manifest.json").read_text())
         manifest["sha256"][file.name] = hashlib.sha256(text.encode()).hexdigest()
         (folder / "manifest.json").write_bytes(as_json(manifest))
-        answer = ask(lambda folder=folder: sb.load(dense(3), folder) is not None, seconds=5)
+        answer = ask(
+            lambda folder=folder: sb.load(dense(3), folder) is not None, seconds=5
+        )
         refusal = answer.kind == "refusal" and len(answer.message) < 1500
         count.add(refusal or answer.kind == "value", f"{text[:60]}: {answer}")
     return count

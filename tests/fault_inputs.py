@@ -34,13 +34,18 @@ CONFIGS: dict[str, Any] = {
 MIB = 2**20
 
 
-def refused(count: Count, what: str, run: Callable[[], Any], words: tuple[str, ...] = WORDS) -> None:
+def refused(
+    count: Count, what: str, run: Callable[[], Any], words: tuple[str, ...] = WORDS
+) -> None:
     """Count a call that must be refused in words."""
     try:
         run()
         count.add(False, f"{what}: accepted in silence")
     except TOLD as error:
-        count.add(any(word in str(error).lower() for word in words), f"{what}: {type(error).__name__}: {error}")
+        count.add(
+            any(word in str(error).lower() for word in words),
+            f"{what}: {type(error).__name__}: {error}",
+        )
     except Exception as error:
         count.add(False, f"{what}: {type(error).__name__}: {error}")
 
@@ -64,7 +69,11 @@ def odd_inputs(place: Path, dice: random.Random) -> Count:
         net = sb.bayesianize(dense(3), config)
         sb.predict(net, X)
         for number in NUMBERS:
-            refused(count, f"{name}, {number}", lambda n=number, net=net: sb.predict(net, spoilt(X, n, dice)))
+            refused(
+                count,
+                f"{name}, {number}",
+                lambda n=number, net=net: sb.predict(net, spoilt(X, n, dice)),
+            )
     return count
 
 
@@ -82,8 +91,16 @@ def odd_weights(place: Path, dice: random.Random) -> Count:
             number, bad = dice.choice(NUMBERS), copy.deepcopy(net)
             with torch.no_grad():
                 bad.get_parameter(parameter).copy_(spoilt(value, number, dice))
-            refused(count, f"{name}, {parameter} {number}: predict", lambda bad=bad: sb.predict(bad, X))
-            refused(count, f"{name}, {parameter}: save", lambda bad=bad: sb.save(bad, place / "net", base=True))
+            refused(
+                count,
+                f"{name}, {parameter} {number}: predict",
+                lambda bad=bad: sb.predict(bad, X),
+            )
+            refused(
+                count,
+                f"{name}, {parameter}: save",
+                lambda bad=bad: sb.save(bad, place / "net", base=True),
+            )
     return count
 
 
@@ -97,9 +114,18 @@ def odd_data(place: Path, dice: random.Random) -> Count:
     for number in NUMBERS:
         for rows in (slice(0, 40), slice(40, 60)):
             x, y = X.clone(), real.clone()
-            x[rows], y[rows] = spoilt(x[rows], number, dice), spoilt(y[rows], number, dice)
+            x[rows], y[rows] = (
+                spoilt(x[rows], number, dice),
+                spoilt(y[rows], number, dice),
+            )
             where = "training" if rows.start == 0 else "test"
-            _train(count, f"{number} in {where} inputs", mine(x, label, "a", "b", "c"), 3, place)
+            _train(
+                count,
+                f"{number} in {where} inputs",
+                mine(x, label, "a", "b", "c"),
+                3,
+                place,
+            )
             _train(count, f"{number} in {where} targets", mine(X, y), 1, place)
     for odd in (-1, 3, 255, -100):
         y = label.clone()
@@ -109,7 +135,14 @@ def odd_data(place: Path, dice: random.Random) -> Count:
     return count
 
 
-def _train(count: Count, what: str, data: Dataset, outputs: int, place: Path, words: tuple[str, ...] = WORDS) -> None:
+def _train(
+    count: Count,
+    what: str,
+    data: Dataset,
+    outputs: int,
+    place: Path,
+    words: tuple[str, ...] = WORDS,
+) -> None:
     chosen = experiment(**MINE, train={"epochs": 1, "batch": 20})
     folder = place / str(count.injected)
 
@@ -140,15 +173,28 @@ def memory_predict(place: Path, dice: random.Random) -> Count:
     )
     count.add(kept, f"library: {answer} {answer.value}")
     data = mine(X, torch.arange(60) % 3, "a", "b", "c")
-    chosen = experiment(**MINE | {"model": {"kind": "mlp", "hidden": [8]}}, train={"epochs": 1, "batch": 20})
+    chosen = experiment(
+        **MINE | {"model": {"kind": "mlp", "hidden": [8]}},
+        train={"epochs": 1, "batch": 20},
+    )
     run = fit(chosen, place / "run", CPU, dataset=data)
     np.savetxt(
-        place / "x.csv", np.random.default_rng(0).random((200_000, 4)), "%.5f", ",", header="a,b,c,d", comments=""
+        place / "x.csv",
+        np.random.default_rng(0).random((200_000, 4)),
+        "%.5f",
+        ",",
+        header="a,b,c,d",
+        comments="",
     )
     call = lambda: predict_file(run, place / "x.csv", place / "out.csv", 2, "cpu")  # noqa: E731
     answer = ask(lambda: growth(call), seconds=240, memory=8 * 2**30)
-    count.figures["command line, MiB"] = answer.kind == "value" and answer.value[0] // MIB
-    count.add(answer.kind == "value" and answer.value[0] < 300 * MIB, f"command line: {answer} {answer.value}")
+    count.figures["command line, MiB"] = (
+        answer.kind == "value" and answer.value[0] // MIB
+    )
+    count.add(
+        answer.kind == "value" and answer.value[0] < 300 * MIB,
+        f"command line: {answer} {answer.value}",
+    )
     return count
 
 
@@ -157,7 +203,11 @@ def growth(run: Callable[[], Any]) -> tuple[int, int]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     before = _status("VmRSS")
     result = run()
-    tensors = [t for t in vars(result).values() if isinstance(t, torch.Tensor)] if hasattr(result, "__dict__") else []
+    tensors = (
+        [t for t in vars(result).values() if isinstance(t, torch.Tensor)]
+        if hasattr(result, "__dict__")
+        else []
+    )
     return _status("VmHWM") - before, sum(t.numel() * t.element_size() for t in tensors)
 
 

@@ -19,26 +19,47 @@ from slimbayes.lab.configs.files import merged
 LIMIT = 30.0  # seconds until the job trains again
 SEEDS = (11, 12, 13)  # of three jobs, each of which suffers five faults
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 6 -m slimbayes.lab.command fit"
-TREE: dict[str, Any] = merged(BASE, {"train": {"epochs": 60}}) | {"model": {"kind": "mlp", "hidden": [16]}}
+TREE: dict[str, Any] = merged(BASE, {"train": {"epochs": 60}}) | {
+    "model": {"kind": "mlp", "hidden": [16]}
+}
 
 
 class Job:
     """A training run of two processes under torchrun, and what it printed."""
 
     def __init__(self, place: Path, name: str) -> None:
-        self.out, self.log, config = place / name, place / f"{name}.log", place / "config.yaml"
+        self.out, self.log, config = (
+            place / name,
+            place / f"{name}.log",
+            place / "config.yaml",
+        )
         config.write_text(yaml.safe_dump(TREE))
         self.token = f"{os.getpid()}-{name}"
-        words = [*TORCHRUN.split(), config, "--accelerator", "cpu", "--out", self.out, "--checkpoint-every", "3"]
+        words = [
+            *TORCHRUN.split(),
+            config,
+            "--accelerator",
+            "cpu",
+            "--out",
+            self.out,
+            "--checkpoint-every",
+            "3",
+        ]
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *map(str, words)], env=os.environ | {"FAULT_JOB": self.token}, stdout=log, stderr=log
+                [sys.executable, *map(str, words)],
+                env=os.environ | {"FAULT_JOB": self.token},
+                stdout=log,
+                stderr=log,
             )
 
     @property
     def step(self) -> int:
         """The latest checkpoint's."""
-        return max((int(p.name[5:]) for p in self.out.glob("checkpoints/step-*[0-9]")), default=0)
+        return max(
+            (int(p.name[5:]) for p in self.out.glob("checkpoints/step-*[0-9]")),
+            default=0,
+        )
 
     def reaches(self, step: int, seconds: float) -> bool:
         late = time.monotonic() + seconds
@@ -53,7 +74,10 @@ class Job:
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                pairs = (pair.partition("=") for pair in (folder / "environ").read_text().split("\0"))
+                pairs = (
+                    pair.partition("=")
+                    for pair in (folder / "environ").read_text().split("\0")
+                )
                 variables = {name: value for name, _, value in pairs}
             except OSError:
                 continue  # it has ended, or is another user's
@@ -69,7 +93,9 @@ class Job:
         pid, said = self.processes()[rank], self.log.stat().st_size
         os.kill(pid, number)
         start = time.monotonic()
-        again = self.reaches(self.step + 4, 120)  # the second one from here: the first may just be under way
+        again = self.reaches(
+            self.step + 4, 120
+        )  # the second one from here: the first may just be under way
         seconds = time.monotonic() - start if again else float("inf")
         return f"Rank {rank} (process {pid} on" in self.log.read_text()[said:], seconds
 
@@ -94,7 +120,9 @@ def ranks(place: Path, dice: random.Random) -> Count:
     for seed in SEEDS:
         dice, job = random.Random(seed), Job(place, f"job-{seed}")
         order = (
-            [signal.SIGKILL] * 4 + [signal.SIGSTOP] if seed == SEEDS[0] else [signal.SIGKILL] * 3 + [signal.SIGSTOP] * 2
+            [signal.SIGKILL] * 4 + [signal.SIGSTOP]
+            if seed == SEEDS[0]
+            else [signal.SIGKILL] * 3 + [signal.SIGSTOP] * 2
         )
         dice.shuffle(order)
         found = [(number, *job.suffer(number, dice)) for number in order]
@@ -102,10 +130,15 @@ def ranks(place: Path, dice: random.Random) -> Count:
         time.sleep(1)
         orphans = job.processes()
         for number, named, took in found:
-            seconds["killed" if number == signal.SIGKILL else "stopped"].append(round(took, 1))
+            seconds["killed" if number == signal.SIGKILL else "stopped"].append(
+                round(took, 1)
+            )
             note = f"seed {seed}, {number.name}: named {named}, {took:.1f} s, same end {alike}, left {orphans}"
             count.add(named and took <= LIMIT and alike and not orphans, note)
         for pid in orphans.values():
             os.kill(pid, signal.SIGKILL)
-    count.figures = {f"seconds until it trained again, {how}": sorted(values) for how, values in seconds.items()}
+    count.figures = {
+        f"seconds until it trained again, {how}": sorted(values)
+        for how, values in seconds.items()
+    }
     return count

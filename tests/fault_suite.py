@@ -20,7 +20,14 @@ from slimbayes.lab.runs.folder import RunError
 from slimbayes.lab.runs.training import Diverged
 
 NOTES = 20  # of lost faults that are kept
-TOLD = (ValueError, TypeError, OSError, FloatingPointError, RunError, Diverged)  # errors that may be a refusal in words
+TOLD = (
+    ValueError,
+    TypeError,
+    OSError,
+    FloatingPointError,
+    RunError,
+    Diverged,
+)  # errors that may be a refusal in words
 LONGEST = 1500  # characters of a refusal: longer ones print what they refuse
 
 
@@ -53,11 +60,17 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(title: str, survival: str, peers: str) -> Callable[[Callable[[Path, random.Random], Count]], Any]:
+def fault(
+    title: str, survival: str, peers: str
+) -> Callable[[Callable[[Path, random.Random], Count]], Any]:
     """Add a function to the suite under its own name."""
 
-    def add(inject: Callable[[Path, random.Random], Count]) -> Callable[[Path, random.Random], Count]:
-        FAULTS[inject.__name__.replace("_", "-")] = Fault(title, survival, peers, inject)
+    def add(
+        inject: Callable[[Path, random.Random], Count],
+    ) -> Callable[[Path, random.Random], Count]:
+        FAULTS[inject.__name__.replace("_", "-")] = Fault(
+            title, survival, peers, inject
+        )
         return inject
 
     return add
@@ -87,14 +100,22 @@ class Answer:
     def refused(self, *words: str) -> bool:
         """Whether it refused in a few words, one of these among them."""
         said = self.message.lower()
-        return self.kind == "refusal" and len(said) < LONGEST and any(word.lower() in said for word in words)
+        return (
+            self.kind == "refusal"
+            and len(said) < LONGEST
+            and any(word.lower() in said for word in words)
+        )
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.message[:200]}" if self.message else self.kind
 
 
 def ask(
-    run: Callable[..., Any], *args: Any, seconds: float = 20.0, file_size: int | None = None, memory: int = 2**30
+    run: Callable[..., Any],
+    *args: Any,
+    seconds: float = 20.0,
+    file_size: int | None = None,
+    memory: int = 2**30,
 ) -> Answer:
     """Call a function in a fork of this process and wait for its answer.
 
@@ -103,11 +124,17 @@ def ask(
         memory: bytes that it may allocate.
     """
     ours, theirs = multiprocessing.get_context("fork").Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_answer, args=(theirs, run, args, file_size, memory))
+    child = multiprocessing.get_context("fork").Process(
+        target=_answer, args=(theirs, run, args, file_size, memory)
+    )
     child.start()
     theirs.close()
     try:
-        answer = ours.recv() if ours.poll(seconds) else Answer("late", message=f"no answer after {seconds:g} s")
+        answer = (
+            ours.recv()
+            if ours.poll(seconds)
+            else Answer("late", message=f"no answer after {seconds:g} s")
+        )
     except EOFError:
         answer = Answer("killed")
     child.kill()
@@ -116,7 +143,11 @@ def ask(
 
 
 def _answer(
-    pipe: Connection, run: Callable[..., Any], args: tuple[Any, ...], file_size: int | None, memory: int
+    pipe: Connection,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    file_size: int | None,
+    memory: int,
 ) -> None:
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
@@ -136,7 +167,9 @@ def _answer(
 def small_run(folder: Path) -> Path:
     """A finished run, with two checkpoints."""
     chosen = experiment(data={"train_limit": 100, "test_limit": 20})
-    return fit(chosen, folder, CPU.__class__(accelerator="cpu", workers=0, checkpoint_every=1))
+    return fit(
+        chosen, folder, CPU.__class__(accelerator="cpu", workers=0, checkpoint_every=1)
+    )
 
 
 def small_net(seed: int = 0) -> Any:

@@ -10,7 +10,16 @@ from typing import Any
 import forks
 import numpy as np
 import torch
-from fault_suite import Answer, Count, ask, entries, fault, small_net, small_run, stopwatch
+from fault_suite import (
+    Answer,
+    Count,
+    ask,
+    entries,
+    fault,
+    small_net,
+    small_run,
+    stopwatch,
+)
 from lab_configs import CPU, EVERY_STEP, METHODS, dense, experiment, weights
 
 import slimbayes as sb
@@ -23,8 +32,15 @@ DISK = ("could not be", "cannot be", "no space", "too large", "full")
 
 def ends_alike(cut: Path, whole: Path) -> bool:
     """Whether a run ended as another did: its weights bit for bit, its losses, its record."""
-    texts = all((cut / name).read_bytes() == (whole / name).read_bytes() for name in ("metrics.csv", "steps.csv"))
-    return weights(cut) == weights(whole) and texts and record.read(cut).digest == record.read(whole).digest
+    texts = all(
+        (cut / name).read_bytes() == (whole / name).read_bytes()
+        for name in ("metrics.csv", "steps.csv")
+    )
+    return (
+        weights(cut) == weights(whole)
+        and texts
+        and record.read(cut).digest == record.read(whole).digest
+    )
 
 
 @fault(
@@ -36,7 +52,10 @@ def ends_alike(cut: Path, whole: Path) -> bool:
 def kill_fit(place: Path, dice: random.Random) -> Count:
     count = Count()
     for name, method in METHODS.items():
-        chosen, passed = experiment(method=method, augment={"kind": "pad_crop_flip", "pad": 1}), stopwatch()
+        chosen, passed = (
+            experiment(method=method, augment={"kind": "pad_crop_flip", "pad": 1}),
+            stopwatch(),
+        )
         whole, cut = fit(chosen, place / name / "whole", CPU), place / name / "cut"
         seconds, kills = passed(), 0
         while kills < 4:
@@ -48,8 +67,14 @@ def kill_fit(place: Path, dice: random.Random) -> Count:
                 kills += 1
             elif kills < 4:
                 shutil.rmtree(cut)  # it had finished: from the beginning
-        done = forks.exit_codes([forks.start(fit, chosen, cut, EVERY_STEP, True)], 60) == [0]
-        count.add(done and ends_alike(cut, whole), f"{name}: another end after {kills} kills", kills)
+        done = forks.exit_codes(
+            [forks.start(fit, chosen, cut, EVERY_STEP, True)], 60
+        ) == [0]
+        count.add(
+            done and ends_alike(cut, whole),
+            f"{name}: another end after {kills} kills",
+            kills,
+        )
     return count
 
 
@@ -81,12 +106,19 @@ def kill_write(place: Path, dice: random.Random) -> Count:
         fit(chosen, cut, EVERY_STEP, True)
         left = {str(p.relative_to(cut)) for p in cut.rglob(".*")} - {".lock"}
         same = ends_alike(cut, whole)
-        count.add(same and not left, f"sync {number}: left {sorted(left)}" if same else f"sync {number}: another end")
+        count.add(
+            same and not left,
+            f"sync {number}: left {sorted(left)}"
+            if same
+            else f"sync {number}: another end",
+        )
     return count
 
 
 def same_tensors(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    return one.keys() == two.keys() and all(
+        torch.equal(one[name], two[name]) for name in one
+    )
 
 
 def holds_one(folder: Path, nets: list[Any]) -> bool:
@@ -118,7 +150,10 @@ def kill_save(place: Path, dice: random.Random) -> Count:
         count.add(found.value is True, f"kill {number}: {found}")
     left = len(entries(place) - {"net"})
     sb.save(nets[0], folder, base=True)
-    count.figures["folders left before and after the next save"] = [left, len(entries(place) - {"net"})]
+    count.figures["folders left before and after the next save"] = [
+        left,
+        len(entries(place) - {"net"}),
+    ]
     return count
 
 
@@ -134,7 +169,10 @@ def swept_save(place: Path, dice: random.Random) -> Count:
         folder.parent.mkdir()
         ask(until_sync, number, sb.save, net, folder)
         sb.save(net, folder)
-        count.add(entries(folder.parent) == {"net"}, f"sync {number}: left {sorted(entries(folder.parent))}")
+        count.add(
+            entries(folder.parent) == {"net"},
+            f"sync {number}: left {sorted(entries(folder.parent))}",
+        )
     return count
 
 
@@ -149,33 +187,53 @@ def swept_save(place: Path, dice: random.Random) -> Count:
 def full_disk_fit(place: Path, dice: random.Random) -> Count:
     count, chosen = Count(), experiment()
     whole = fit(chosen, place / "whole", EVERY_STEP)
-    largest = max(p.stat().st_size for p in (whole / "checkpoints").rglob("*") if p.is_file())
+    largest = max(
+        p.stat().st_size for p in (whole / "checkpoints").rglob("*") if p.is_file()
+    )
     for number in range(15):
         limit, cut = dice.randrange(largest), place / str(number)
         answer = ask(fit, chosen, cut, EVERY_STEP, file_size=limit)
         told = answer.refused(*DISK) and str(cut) in answer.message
-        same = forks.exit_codes([forks.start(fit, chosen, cut, EVERY_STEP, True)], 60) == [0] and ends_alike(cut, whole)
-        count.add(told and same, f"{limit} bytes: {answer}" if same else f"{limit} bytes: another end")
+        same = forks.exit_codes(
+            [forks.start(fit, chosen, cut, EVERY_STEP, True)], 60
+        ) == [0] and ends_alike(cut, whole)
+        count.add(
+            told and same,
+            f"{limit} bytes: {answer}" if same else f"{limit} bytes: another end",
+        )
     return count
 
 
-def full_disk(place: Path, dice: random.Random, write: Any, out: Path, times: int) -> Count:
+def full_disk(
+    place: Path, dice: random.Random, write: Any, out: Path, times: int
+) -> Count:
     """A file or folder is written twice, the second time on a full disk: it must be as it was, with an error."""
     count = Count()
     write()
-    size = out.stat().st_size if out.is_file() else max(p.stat().st_size for p in out.iterdir())
+    size = (
+        out.stat().st_size
+        if out.is_file()
+        else max(p.stat().st_size for p in out.iterdir())
+    )
     before, around = content(out), entries(out.parent)
     for _ in range(times):
         limit = dice.randrange(size)
         answer: Answer = ask(write, file_size=limit)
         kept = content(out) == before and entries(out.parent) == around
         told = answer.refused(*DISK) and out.name in answer.message
-        count.add(kept and told, f"{out.name}, {limit} bytes: {answer}{'' if kept else '; it changed'}")
+        count.add(
+            kept and told,
+            f"{out.name}, {limit} bytes: {answer}{'' if kept else '; it changed'}",
+        )
     return count
 
 
 def content(out: Path) -> Any:
-    return out.read_bytes() if out.is_file() else {p.name: p.read_bytes() for p in sorted(out.iterdir())}
+    return (
+        out.read_bytes()
+        if out.is_file()
+        else {p.name: p.read_bytes() for p in sorted(out.iterdir())}
+    )
 
 
 @fault(
@@ -185,7 +243,9 @@ def content(out: Path) -> Any:
 )
 def full_disk_save(place: Path, dice: random.Random) -> Count:
     net = small_net()
-    return full_disk(place, dice, lambda: sb.save(net, place / "net", base=True), place / "net", 30)
+    return full_disk(
+        place, dice, lambda: sb.save(net, place / "net", base=True), place / "net", 30
+    )
 
 
 @fault(
@@ -195,17 +255,37 @@ def full_disk_save(place: Path, dice: random.Random) -> Count:
 )
 def full_disk_predict(place: Path, dice: random.Random) -> Count:
     run, total = small_run(place / "run"), Count()
-    np.save(place / "x.npy", np.random.default_rng(0).random((40, 1, 8, 8), dtype=np.float32))
+    np.save(
+        place / "x.npy",
+        np.random.default_rng(0).random((40, 1, 8, 8), dtype=np.float32),
+    )
     for end in ("csv", "json", "npz"):
         (place / end).mkdir()
         out = place / end / f"out.{end}"
-        count = full_disk(place, dice, lambda out=out: predict_file(run, place / "x.npy", out, 2, "cpu"), out, 10)
-        total.injected, total.survived = total.injected + count.injected, total.survived + count.survived
+        count = full_disk(
+            place,
+            dice,
+            lambda out=out: predict_file(run, place / "x.npy", out, 2, "cpu"),
+            out,
+            10,
+        )
+        total.injected, total.survived = (
+            total.injected + count.injected,
+            total.survived + count.survived,
+        )
         total.notes += count.notes[:2]
     return total
 
 
-@fault("a full disk in `report`", "an error that names the file; what was there stays", "-")
+@fault(
+    "a full disk in `report`", "an error that names the file; what was there stays", "-"
+)
 def full_disk_report(place: Path, dice: random.Random) -> Count:
     run = small_run(place / "run")
-    return full_disk(place, dice, lambda: write_page([run], place / "page.html"), place / "page.html", 10)
+    return full_disk(
+        place,
+        dice,
+        lambda: write_page([run], place / "page.html"),
+        place / "page.html",
+        10,
+    )

@@ -12,9 +12,13 @@ from pathlib import Path
 import torch
 
 
-def start(run: Callable[..., object], *args: object, log: Path | str = os.devnull) -> BaseProcess:
+def start(
+    run: Callable[..., object], *args: object, log: Path | str = os.devnull
+) -> BaseProcess:
     """Run a function in a fork of this process; what it says goes to a file. It ends with 1 if the function raises."""
-    process = multiprocessing.get_context("fork").Process(target=_run, args=(run, args, log))
+    process = multiprocessing.get_context("fork").Process(
+        target=_run, args=(run, args, log)
+    )
     process.start()
     return process
 
@@ -24,7 +28,9 @@ def _run(run: Callable[..., object], args: tuple[object, ...], log: Path | str) 
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
         sys.stdout = sys.stderr = said
-        torch.set_default_device(None)  # a fork cannot use its parent's GPU; "cpu" would look at every call of torch
+        torch.set_default_device(
+            None
+        )  # a fork cannot use its parent's GPU; "cpu" would look at every call of torch
         run(*args)
 
 
@@ -50,7 +56,9 @@ class Popen:
     def __init__(self, words: list[str], **options: object) -> None:
         import lightning_fabric  # noqa: F401 (once, and not in each fork)
 
-        self.process = start(_command, words[words.index("slimbayes.lab.command") + 1 :])
+        self.process = start(
+            _command, words[words.index("slimbayes.lab.command") + 1 :]
+        )
         self.terminate, self.kill = self.process.terminate, self.process.kill
 
     def poll(self) -> int | None:

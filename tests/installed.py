@@ -15,15 +15,29 @@ import venv
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-ROWS = "".join(f"{i % 7},{i % 5},{0.5 * (i % 7) - i % 5 + i / 100}\n" for i in range(60))
+ROWS = "".join(
+    f"{i % 7},{i % 5},{0.5 * (i % 7) - i % 5 + i / 100}\n" for i in range(60)
+)
 
 
 def run(folder: Path, *words: object) -> str:
     """What a command prints; one that fails is told with what it said."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SLIMBAYES"))}
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, cwd=folder, env=clean)
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "SLIMBAYES"))
+    }
+    done = subprocess.run(
+        [str(word) for word in words],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=clean,
+    )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(map(str, words))} ended with {done.returncode}: {done.stdout}{done.stderr}")
+        raise RuntimeError(
+            f"{' '.join(map(str, words))} ended with {done.returncode}: {done.stdout}{done.stderr}"
+        )
     return done.stdout
 
 
@@ -35,16 +49,39 @@ def check_command(bin: Path, folder: Path) -> None:
     run(folder, slimbayes, "config", "check", "mine.yaml")
     tables = run(folder, bin / "python", "-m", "slimbayes", "reproduce", "--list")
     assert "rank1/table2" in tables, tables
-    script = run(folder, "bash", "-c", f"{slimbayes} --show-completion; exit $?")  # for the shell that calls it
+    script = run(
+        folder, "bash", "-c", f"{slimbayes} --show-completion; exit $?"
+    )  # for the shell that calls it
     assert "complete -o default -F _slimbayes_completion slimbayes" in script, script
 
 
 def check_run(bin: Path, folder: Path) -> None:
     """From that csv to predictions."""
-    run(folder, bin / "slimbayes", "fit", "mine.yaml", "--out", "run", "--set", "train.epochs=1")
-    run(folder, bin / "slimbayes", "predict", "run", "mine.csv", "-o", "out.csv", "--level", "0.9")
+    run(
+        folder,
+        bin / "slimbayes",
+        "fit",
+        "mine.yaml",
+        "--out",
+        "run",
+        "--set",
+        "train.epochs=1",
+    )
+    run(
+        folder,
+        bin / "slimbayes",
+        "predict",
+        "run",
+        "mine.csv",
+        "-o",
+        "out.csv",
+        "--level",
+        "0.9",
+    )
     header, *rows = (folder / "out.csv").read_text().splitlines()
-    assert len(rows) == 60 and {"mean", "std", "low", "high"} <= set(header.split(",")), header
+    assert len(rows) == 60 and {"mean", "std", "low", "high"} <= set(
+        header.split(",")
+    ), header
 
 
 def main(torch: str, *built: str) -> None:
@@ -53,8 +90,19 @@ def main(torch: str, *built: str) -> None:
             folder = Path(name)
             venv.create(folder / "venv", with_pip=True)
             python = folder / "venv" / "bin" / "python"
-            run(folder, python, "-m", "pip", "install", "--quiet", torch, f"{Path(artefact).resolve()}[lab,report]")
-            where = run(folder, python, "-c", "import slimbayes; print(slimbayes.__file__)").strip()
+            run(
+                folder,
+                python,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                torch,
+                f"{Path(artefact).resolve()}[lab,report]",
+            )
+            where = run(
+                folder, python, "-c", "import slimbayes; print(slimbayes.__file__)"
+            ).strip()
             assert Path(where).is_relative_to(folder.resolve()), where
             run(folder, python, "-I", HERE / "smallest_install.py")
             check_command(python.parent, folder)

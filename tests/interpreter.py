@@ -22,6 +22,21 @@ def run_interpreted(file: str) -> None:
     pytest.importorskip("triton", reason="the kernels' tests need Triton")
     if INTERPRETED or CUDA:
         return
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", file]
-    done = subprocess.run(words, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        file,
+    ]
+    done = subprocess.run(
+        words,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout[-3000:]

@@ -26,20 +26,35 @@ def philox(counter: Words, key: int, rounds: int = 7) -> Words:
     return a, b, c, d
 
 
-def noise(family: int, rows: int, channels: int, seed: int, salt: int = 0, first_row: int = 0) -> NDArray[np.float64]:
+def noise(
+    family: int, rows: int, channels: int, seed: int, salt: int = 0, first_row: int = 0
+) -> NDArray[np.float64]:
     """Standard numbers (rows, channels): normals (1, and 3 for log-normal factors) or Cauchy numbers (2)."""
-    row, eight = np.meshgrid(np.arange(rows) + first_row, np.arange(-(-channels // 8)), indexing="ij")
+    row, eight = np.meshgrid(
+        np.arange(rows) + first_row, np.arange(-(-channels // 8)), indexing="ij"
+    )
     zero = np.zeros_like(row)
-    counters = [[part.astype(np.uint64) for part in (eight, row, zero + salt, zero + half)] for half in range(2)]
+    counters = [
+        [part.astype(np.uint64) for part in (eight, row, zero + salt, zero + half)]
+        for half in range(2)
+    ]
     first = np.stack(philox((*counters[0],), seed), -1)  # (rows, eights, 4)
     if family == 1:
-        parts = polar((first & np.uint64(0xFFFF)) + 0.5, 2.0**16, (first >> np.uint64(16)) - 32767.5)
+        parts = polar(
+            (first & np.uint64(0xFFFF)) + 0.5,
+            2.0**16,
+            (first >> np.uint64(16)) - 32767.5,
+        )
     else:
         second = np.stack(philox((*counters[1],), seed), -1)
         if family == 2:
             parts = np.stack([cauchy(first), cauchy(second)], -1)
         else:
-            parts = polar(first + 0.5, 2.0**32, second.astype(np.int64).astype(np.int32).astype(np.float64))
+            parts = polar(
+                first + 0.5,
+                2.0**32,
+                second.astype(np.int64).astype(np.int32).astype(np.float64),
+            )
     return parts.reshape(rows, -1)[:, :channels]
 
 

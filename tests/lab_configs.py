@@ -18,8 +18,12 @@ from slimbayes.lab.configs.files import merged, validate
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.runs.step import TrainingStep
 
-datasets.load_digits = cache(datasets.load_digits)  # a text that every run would read anew; what it gives is copied
-testing._get_command = cache(testing._get_command)  # the options of all commands, which every call would go through
+datasets.load_digits = cache(
+    datasets.load_digits
+)  # a text that every run would read anew; what it gives is copied
+testing._get_command = cache(
+    testing._get_command
+)  # the options of all commands, which every call would go through
 CPU = Execution(accelerator="cpu", workers=0)
 BASE: dict[str, Any] = {
     "name": "try",
@@ -33,7 +37,11 @@ BASE: dict[str, Any] = {
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {"kind": "Deterministic"},
     "rank1": {"kind": "Rank1", "members": 2},
-    "rank1-cauchy": {"kind": "Rank1", "members": 2, "prior": {"kind": "Cauchy", "loc": 1.0, "scale": 0.1}},
+    "rank1-cauchy": {
+        "kind": "Rank1",
+        "members": 2,
+        "prior": {"kind": "Cauchy", "loc": 1.0, "scale": 0.1},
+    },
     "batchensemble": {"kind": "BatchEnsemble", "members": 2},
     "mean-field": {"kind": "MeanField"},
     "2-tied": {"kind": "KTied", "rank": 2},
@@ -53,7 +61,10 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "by-name": {
         "kind": "ByName",
-        "layers": {"norm.*": {"kind": "ModelPatch", "components": 2}, "conv.*|dense": {"kind": "Rank1", "members": 2}},
+        "layers": {
+            "norm.*": {"kind": "ModelPatch", "components": 2},
+            "conv.*|dense": {"kind": "Rank1", "members": 2},
+        },
     },
 }
 
@@ -74,7 +85,9 @@ def regression(**changes: Any) -> dict[str, Any]:
 
 def weights(run: Path) -> bytes:
     """What was learned, as stored: posterior and network."""
-    return (run / "model" / "posterior.safetensors").read_bytes() + (run / "model" / "base.safetensors").read_bytes()
+    return (run / "model" / "posterior.safetensors").read_bytes() + (
+        run / "model" / "base.safetensors"
+    ).read_bytes()
 
 
 EVERY_STEP = Execution(accelerator="cpu", workers=0, checkpoint_every=1)
@@ -98,14 +111,19 @@ def crash_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
 ONCE: dict[str, Any] = {"epochs": 1, "batch": 50}
 
 
-MINE: dict[str, Any] = {"data": {"name": "mine", "train_limit": None, "test_limit": None}, "model": {"kind": "mlp"}}
+MINE: dict[str, Any] = {
+    "data": {"name": "mine", "train_limit": None, "test_limit": None},
+    "model": {"kind": "mlp"},
+}
 
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
 
 
 def mine(x: torch.Tensor, y: torch.Tensor, *classes: str) -> Dataset:
-    return Dataset("mine", {"train": Split(x[:40], y[:40]), "test": Split(x[40:], y[40:])}, classes)
+    return Dataset(
+        "mine", {"train": Split(x[:40], y[:40]), "test": Split(x[40:], y[40:])}, classes
+    )
 
 
 def dense(outputs: int) -> nn.Module:

@@ -58,7 +58,12 @@ MUTATIONS = [
         "            pass",
         "whole_models/test_outputs.py -k hidden_states",
     ),
-    Mutation("rowless-of-member-0", "objects.append(f", "str(f", "whole_models/test_outputs.py -k began_alike"),
+    Mutation(
+        "rowless-of-member-0",
+        "objects.append(f",
+        "str(f",
+        "whole_models/test_outputs.py -k began_alike",
+    ),
     Mutation(
         "members-at-once-forget",
         "alone = current.layout.stateful or _needs_loop",
@@ -150,7 +155,10 @@ MUTATIONS = [
         "engine/test_seeds.py -k forked",
     ),
     Mutation(
-        "nan-outputs-pass", "return not bool(total.isnan())", "return True", "prediction/test_inputs.py -k outputs_that"
+        "nan-outputs-pass",
+        "return not bool(total.isnan())",
+        "return True",
+        "prediction/test_inputs.py -k outputs_that",
     ),
     Mutation(
         "block-edges",
@@ -166,7 +174,10 @@ MUTATIONS = [
         "engine/test_passes_and_rows.py -k random_member",
     ),
     Mutation(
-        "forget-backward", "    passes.remember(out, new)\n", "", "engine/test_passes_and_rows.py -k checkpointing"
+        "forget-backward",
+        "    passes.remember(out, new)\n",
+        "",
+        "engine/test_passes_and_rows.py -k checkpointing",
     ),
     Mutation(
         "backward-task",
@@ -187,7 +198,10 @@ MUTATIONS = [
         'whole_models/test_first_review.py -k "method or generate"',
     ),
     Mutation(
-        "noticed-once", "    posteriors[0].told_of_unused = True\n", "", "engine/test_passes_and_rows.py -k never"
+        "noticed-once",
+        "    posteriors[0].told_of_unused = True\n",
+        "",
+        "engine/test_passes_and_rows.py -k never",
     ),
     # The proof of rows.
     Mutation(
@@ -226,14 +240,24 @@ MUTATIONS = [
         "            pass\n",
         "whole_models/test_workflows.py -k computed_from_drawn",
     ),
-    Mutation("trial-parameters", "            data.copy_(old)\n", "", "whole_models/test_workflows.py -k trials_leave"),
+    Mutation(
+        "trial-parameters",
+        "            data.copy_(old)\n",
+        "",
+        "whole_models/test_workflows.py -k trials_leave",
+    ),
     Mutation(
         "longest-of-all",
         'if any(getattr(p.layer, "bayes_copied", False) for',
         "if any(False for",
         "whole_models/test_workflows.py -k cut_sequences",
     ),
-    Mutation("steps-no-rows", "if looped and along:", "if False:", "whole_models/test_workflows.py -k run_one_by_one"),
+    Mutation(
+        "steps-no-rows",
+        "if looped and along:",
+        "if False:",
+        "whole_models/test_workflows.py -k run_one_by_one",
+    ),
     Mutation(
         "late-of-seed",
         "kept = current.stream is not None and",
@@ -241,7 +265,10 @@ MUTATIONS = [
         "whole_models/test_workflows.py -k drawn_late",
     ),
     Mutation(
-        "proof-used", "    if probe.quiet.used:\n", "    if False:\n", "engine/test_passes_and_rows.py -k wrong_folding"
+        "proof-used",
+        "    if probe.quiet.used:\n",
+        "    if False:\n",
+        "engine/test_passes_and_rows.py -k wrong_folding",
     ),
     Mutation(
         "proof-outputs",
@@ -269,7 +296,10 @@ MUTATIONS = [
         'whole_models/test_first_review.py -k "replaced or added or removed"',
     ),
     Mutation(
-        "proof-verify", "                    proof.verify()\n", "", "engine/test_passes_and_rows.py -k folds_wrongly"
+        "proof-verify",
+        "                    proof.verify()\n",
+        "",
+        "engine/test_passes_and_rows.py -k folds_wrongly",
     ),
     Mutation(
         "quiet-norm",
@@ -337,8 +367,18 @@ MUTATIONS = [
         "r = r.view(1, self.groups, -1).expand(self.in_channels // self.groups, -1, -1)",
         "contract/test_contract.py -k ConvTranspose2d",
     ),
-    Mutation("attention-values", '("v", value))', '("k", value))', "contract/test_contract.py -k Attention"),
-    Mutation("attention-scale", "/ math.sqrt(q.shape[-1])", "", "contract/test_contract.py -k Attention"),
+    Mutation(
+        "attention-values",
+        '("v", value))',
+        '("k", value))',
+        "contract/test_contract.py -k Attention",
+    ),
+    Mutation(
+        "attention-scale",
+        "/ math.sqrt(q.shape[-1])",
+        "",
+        "contract/test_contract.py -k Attention",
+    ),
     Mutation(
         "recurrent-backwards",
         "reversed(range(x.shape[0])) if backwards else",
@@ -353,7 +393,10 @@ MUTATIONS = [
         "layers/test_recurrent_reference.py",
     ),
     Mutation(
-        "bag-mean", "out = out / count.clamp_min(1).unsqueeze(-1)", "pass", "contract/test_contract.py -k EmbeddingBag"
+        "bag-mean",
+        "out = out / count.clamp_min(1).unsqueeze(-1)",
+        "pass",
+        "contract/test_contract.py -k EmbeddingBag",
     ),
     Mutation(
         "norm-groups",
@@ -427,7 +470,10 @@ MUTATIONS = [
         "engine/test_steps.py",
     ),
     Mutation(
-        "lines-of-a-tied-layer", "drawn.lines if drawn.own is linear.bias and", "drawn.lines if", "engine/test_plans.py"
+        "lines-of-a-tied-layer",
+        "drawn.lines if drawn.own is linear.bias and",
+        "drawn.lines if",
+        "engine/test_plans.py",
     ),
     Mutation(
         "member-biases",
@@ -448,16 +494,29 @@ MUTATIONS = [
         "posteriors/test_rank1_paper.py",
     ),
     Mutation(
-        "dense-bias", "y = y * lines[1] + lines[2]", "y = y * lines[1] + 2 * lines[2]", "posteriors/test_rank1_paper.py"
+        "dense-bias",
+        "y = y * lines[1] + lines[2]",
+        "y = y * lines[1] + 2 * lines[2]",
+        "posteriors/test_rank1_paper.py",
     ),
-    Mutation("joint-biases", "lines = lines + torch.cat(", "lines = lines + 0 * torch.cat(", "engine/test_plans.py"),
+    Mutation(
+        "joint-biases",
+        "lines = lines + torch.cat(",
+        "lines = lines + 0 * torch.cat(",
+        "engine/test_plans.py",
+    ),
     Mutation(
         "shared-bias",
         "given = drawn.own is not None and drawn.own is own",
         "given = drawn.own is not None",
         "engine/test_plans.py",
     ),
-    Mutation("tree-stands", "len(found) == len(self.children) and all(", "True or all(", "engine/test_plans.py"),
+    Mutation(
+        "tree-stands",
+        "len(found) == len(self.children) and all(",
+        "True or all(",
+        "engine/test_plans.py",
+    ),
     Mutation(
         "numbered-draws",
         "generator=generator.manual_seed((first + j * GOLDEN) % 2**63)",
@@ -478,7 +537,10 @@ MUTATIONS = [
         "posteriors/test_rank1_paper.py",
     ),
     Mutation(
-        "tied-sums", "u[:, -2] * v[:, -1] + u[:, -1] * v[:, -2]", "u[:, -2] * v[:, -1]", "distributions/test_sums.py"
+        "tied-sums",
+        "u[:, -2] * v[:, -1] + u[:, -1] * v[:, -2]",
+        "u[:, -2] * v[:, -1]",
+        "distributions/test_sums.py",
     ),
     Mutation(
         "excess-gradient",
@@ -499,7 +561,12 @@ MUTATIONS = [
         "precision * _expected_squares(alike)",
         "contract/test_contract.py -k eq_8",
     ),
-    Mutation("folded-mean", "biases - shift", "biases + shift", "layers/test_norm_layers.py -k folded"),
+    Mutation(
+        "folded-mean",
+        "biases - shift",
+        "biases + shift",
+        "layers/test_norm_layers.py -k folded",
+    ),
     Mutation(
         "mixed-owner",
         "tuple(counts), picked[0].device",
@@ -528,7 +595,10 @@ MUTATIONS = [
         "posteriors/test_dropout.py",
     ),
     Mutation(
-        "dropout-scale", "x * kept.to(x.dtype) / (1 - rate)", "x * kept.to(x.dtype)", "posteriors/test_dropout.py"
+        "dropout-scale",
+        "x * kept.to(x.dtype) / (1 - rate)",
+        "x * kept.to(x.dtype)",
+        "posteriors/test_dropout.py",
     ),
     Mutation(
         "member-momentum",
@@ -551,7 +621,10 @@ MUTATIONS = [
         "distributions/test_sums.py",
     ),
     Mutation(
-        "kl-cauchy", "/ (4 * q.scale * p.scale)", "/ (2 * q.scale * p.scale)", "contract/test_contract.py -k kl_is"
+        "kl-cauchy",
+        "/ (4 * q.scale * p.scale)",
+        "/ (2 * q.scale * p.scale)",
+        "contract/test_contract.py -k kl_is",
     ),
     Mutation(
         "kl-lognormal",
@@ -559,8 +632,18 @@ MUTATIONS = [
         "return gaussian - q.loc if isinstance",
         "distributions/test_families.py",
     ),
-    Mutation("kl-excess", "- _entropy(q) - correction", "- _entropy(q)", "distributions/test_families.py"),
-    Mutation("log-density", "log_prob(x.log()) - x.log()", "log_prob(x.log())", "distributions/test_families.py"),
+    Mutation(
+        "kl-excess",
+        "- _entropy(q) - correction",
+        "- _entropy(q)",
+        "distributions/test_families.py",
+    ),
+    Mutation(
+        "log-density",
+        "log_prob(x.log()) - x.log()",
+        "log_prob(x.log())",
+        "distributions/test_families.py",
+    ),
     Mutation(
         "cauchy-draw",
         "torch.sign(noise) / torch.tan(",
@@ -580,14 +663,21 @@ MUTATIONS = [
         "kinds = kinds_of([p for m in model.modules() if hasattr(m, 'posterior') for p in m.posterior.values()])",
         "engine/test_passes_and_rows.py -k tied",
     ),
-    Mutation("mixture-count", "- math.log(logp.shape[0])", "", "train/test_objective.py"),
+    Mutation(
+        "mixture-count", "- math.log(logp.shape[0])", "", "train/test_objective.py"
+    ),
     Mutation(
         "ignored-rows",
         "(_combine(picked, form) * kept).sum() / kept.sum()",
         "(_combine(picked, form) * kept).mean()",
         "train/test_objective.py",
     ),
-    Mutation("noise-floor", "(LEAST_NOISE**2 + wide.square()).sqrt()", "wide", "train/test_objective.py"),
+    Mutation(
+        "noise-floor",
+        "(LEAST_NOISE**2 + wide.square()).sqrt()",
+        "wide",
+        "train/test_objective.py",
+    ),
     Mutation(
         "posterior-rate",
         "posterior_lr_multiplier if group.variational else 1.0",
@@ -602,7 +692,12 @@ MUTATIONS = [
         "posteriors/test_mean_field.py",
         "posteriors/test_ensemble.py",
     ),
-    Mutation("anneal", "min(1.0, (step + 1) / steps)", "min(1.0, step / steps)", "train/test_objective.py"),
+    Mutation(
+        "anneal",
+        "min(1.0, (step + 1) / steps)",
+        "min(1.0, step / steps)",
+        "train/test_objective.py",
+    ),
     # Prediction.
     Mutation(
         "draws-of-members",
@@ -625,7 +720,10 @@ MUTATIONS = [
         "prediction/test_prediction.py",
     ),
     Mutation(
-        "rescaled-noise", "else square * self.noise,", "else factor * self.noise,", "prediction/test_prediction.py"
+        "rescaled-noise",
+        "else square * self.noise,",
+        "else factor * self.noise,",
+        "prediction/test_prediction.py",
     ),
     Mutation(
         "density-count",
@@ -656,7 +754,10 @@ MUTATIONS = [
         "posteriors/test_mixed_methods.py",
     ),
     Mutation(
-        "keeps-mode", "return cls, out.train(layer.training)", "return cls, out", "convert/test_convert.py -k mode_of"
+        "keeps-mode",
+        "return cls, out.train(layer.training)",
+        "return cls, out",
+        "convert/test_convert.py -k mode_of",
     ),
     Mutation(
         "fast-paths",

@@ -11,10 +11,29 @@ from typing import Any
 
 import numpy as np
 
-from slimbayes.report.record import Evaluation, Example, ParameterCounts, Record, Reliability, RiskCoverage, RunCost
+from slimbayes.report.record import (
+    Evaluation,
+    Example,
+    ParameterCounts,
+    Record,
+    Reliability,
+    RiskCoverage,
+    RunCost,
+)
 
 CORRUPTIONS = [f"corruption {i:02d}" for i in range(19)]
-CLASSES = ["airplane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+CLASSES = [
+    "airplane",
+    "car",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+]
 # method: (skill, calibration gap, members, parameter ratio); larger skill is better
 METHODS = {
     "deterministic": (0.0, 0.050, 1, 1.0),
@@ -30,22 +49,45 @@ def png(rng: np.random.Generator, size: int = 32) -> str:
     """A small smooth picture as a data URL, written without an image library."""
     y, x = np.mgrid[0:size, 0:size] / size
     waves = [
-        np.sin(2 * math.pi * (rng.uniform(0.3, 1.5) * x + rng.uniform(0.3, 1.5) * y + rng.uniform())) for _ in range(3)
+        np.sin(
+            2
+            * math.pi
+            * (rng.uniform(0.3, 1.5) * x + rng.uniform(0.3, 1.5) * y + rng.uniform())
+        )
+        for _ in range(3)
     ]
-    pixels = np.stack([(127 + 110 * wave).astype(np.uint8) // 24 * 24 for wave in waves], -1)
+    pixels = np.stack(
+        [(127 + 110 * wave).astype(np.uint8) // 24 * 24 for wave in waves], -1
+    )
     raw = b"".join(b"\0" + row.tobytes() for row in pixels)
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data))
+            + kind
+            + data
+            + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     head = struct.pack(">IIBBBBB", size, size, 8, 2, 0, 0, 0)
-    data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(raw, 9)) + chunk(b"IEND", b"")
+    data = (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", head)
+        + chunk(b"IDAT", zlib.compress(raw, 9))
+        + chunk(b"IEND", b"")
+    )
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
-def scores(rng: np.random.Generator, skill: float, gap: float, hardness: float, draws: int) -> dict[str, float]:
+def scores(
+    rng: np.random.Generator, skill: float, gap: float, hardness: float, draws: int
+) -> dict[str, float]:
     """Scores that fall with hardness and rise with skill; more draws help a little."""
-    error = min(0.9, (0.06 - 0.02 * skill) * math.exp(1.9 * hardness) * (1 + 0.05 / draws) + rng.normal(0, 0.0012))
+    error = min(
+        0.9,
+        (0.06 - 0.02 * skill) * math.exp(1.9 * hardness) * (1 + 0.05 / draws)
+        + rng.normal(0, 0.0012),
+    )
     ece = abs(gap * (1 + 4 * hardness) * (1 + 0.2 / draws) + rng.normal(0, 0.0008))
     nll = 3.1 * error * (1 + 6 * ece) + rng.normal(0, 0.002)
     return {
@@ -70,17 +112,27 @@ def reliability(accuracy: float, gap: float, rows: int) -> Reliability:
     counts = (rows * weights / weights.sum()).astype(int)
     keep = counts > 0
     hit = np.clip(middles - 4 * gap * np.sin(math.pi * middles), 0, 1)
-    return Reliability(confidence=middles[keep].tolist(), accuracy=hit[keep].tolist(), count=counts[keep].tolist())
+    return Reliability(
+        confidence=middles[keep].tolist(),
+        accuracy=hit[keep].tolist(),
+        count=counts[keep].tolist(),
+    )
 
 
-def evaluations(rng: np.random.Generator, method: str, corruptions: list[str], draws: list[int]) -> list[Evaluation]:
+def evaluations(
+    rng: np.random.Generator, method: str, corruptions: list[str], draws: list[int]
+) -> list[Evaluation]:
     """Test, corrupted, shifted and unfamiliar sets."""
     skill, gap, members, _ = METHODS.get(method, (0.3, 0.03, 4, 1.01))
     made = []
     for count in draws:
         clean = scores(rng, skill, gap, 0.0, count)
         error = 1 - clean["accuracy"]
-        alone = [scores(rng, skill - 0.5, gap * 1.6, 0.0, count) for _ in range(members)] if members > 1 else []
+        alone = (
+            [scores(rng, skill - 0.5, gap * 1.6, 0.0, count) for _ in range(members)]
+            if members > 1
+            else []
+        )
         varied = (
             {
                 "disagreement": error * (0.5 + skill),
@@ -92,7 +144,9 @@ def evaluations(rng: np.random.Generator, method: str, corruptions: list[str], d
             else {}
         )
         coverage = np.linspace(0.005, 1, 200)
-        curve = RiskCoverage(coverage=coverage.tolist(), risk=(error * coverage ** (2 + skill)).tolist())
+        curve = RiskCoverage(
+            coverage=coverage.tolist(), risk=(error * coverage ** (2 + skill)).tolist()
+        )
         made.append(
             Evaluation(
                 data="synthetic/test",
@@ -108,7 +162,9 @@ def evaluations(rng: np.random.Generator, method: str, corruptions: list[str], d
         )
         for i, corruption in enumerate(corruptions):
             for severity in range(1, 6):
-                hardness = severity / 5 * (0.35 + 0.65 * i / max(1, len(corruptions) - 1))
+                hardness = (
+                    severity / 5 * (0.35 + 0.65 * i / max(1, len(corruptions) - 1))
+                )
                 hard = scores(rng, skill, gap, hardness, count)
                 made.append(
                     Evaluation(
@@ -119,7 +175,9 @@ def evaluations(rng: np.random.Generator, method: str, corruptions: list[str], d
                         draws=count,
                         rows=10_000,
                         metrics=hard,
-                        reliability=reliability(hard["accuracy"], gap * (1 + hardness), 10_000),
+                        reliability=reliability(
+                            hard["accuracy"], gap * (1 + hardness), 10_000
+                        ),
                     )
                 )
         for k, name in enumerate(("street numbers", "textures")):
@@ -130,7 +188,11 @@ def evaluations(rng: np.random.Generator, method: str, corruptions: list[str], d
                     role="ood",
                     draws=count,
                     rows=20_000,
-                    metrics={"auroc": auroc, "aucpr": auroc - 0.05, "fpr95": 1.2 - auroc},
+                    metrics={
+                        "auroc": auroc,
+                        "aucpr": auroc - 0.05,
+                        "fpr95": 1.2 - auroc,
+                    },
                 )
             )
     made.append(
@@ -205,7 +267,12 @@ def record(
         "curve": curve,
         "evaluations": evaluations(rng, name, CORRUPTIONS[:corruptions], list(draws)),
         "examples": examples(rng, pictures),
-        "environment": {"commit": "0" * 40, "python": "3.11.7", "torch": "2.13.0", "gpu": "one made-up GPU"},
+        "environment": {
+            "commit": "0" * 40,
+            "python": "3.11.7",
+            "torch": "2.13.0",
+            "gpu": "one made-up GPU",
+        },
         "cost": RunCost(
             train_seconds=4000 * ratio + 60 * seed,
             seconds_per_epoch=61.0 * ratio,
@@ -216,7 +283,9 @@ def record(
     return Record(**(fields | changes))
 
 
-def regression(name: str = "k-tied", seed: int = 0, *, data: str = "synthetic-line", **changes: Any) -> Record:
+def regression(
+    name: str = "k-tied", seed: int = 0, *, data: str = "synthetic-line", **changes: Any
+) -> Record:
     """A record of a model with a real target: no classes, members, corruptions or pictures."""
     rng = np.random.default_rng([seed, len(name)])
     noise = rng.normal(0, 0.02)
@@ -235,8 +304,15 @@ def regression(name: str = "k-tied", seed: int = 0, *, data: str = "synthetic-li
         )
         for count in (1, 16)
     ]
-    empty: dict[str, Any] = {"classes": [], "examples": [], "evaluations": test, "method": name}
-    return record(name, seed, data=data, epochs=20, corruptions=0, pictures=0, **(empty | changes))
+    empty: dict[str, Any] = {
+        "classes": [],
+        "examples": [],
+        "evaluations": test,
+        "method": name,
+    }
+    return record(
+        name, seed, data=data, epochs=20, corruptions=0, pictures=0, **(empty | changes)
+    )
 
 
 def save(folder: Path, *records: Record) -> list[Path]:
@@ -252,7 +328,9 @@ def save(folder: Path, *records: Record) -> list[Path]:
 
 def standard(folder: Path, seeds: int = 3) -> list[Path]:
     """Six methods, some seeds each."""
-    return save(folder, *(record(name, seed) for name in METHODS for seed in range(seeds)))
+    return save(
+        folder, *(record(name, seed) for name in METHODS for seed in range(seeds))
+    )
 
 
 def hostile(text: str, **changes: Any) -> Record:

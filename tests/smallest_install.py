@@ -12,13 +12,21 @@ import torch
 import slimbayes as sb
 from slimbayes.posteriors import METHODS
 
-ARGUMENTS = {"Ensemble": {"init": "copies", "jitter": 0.1}, "ModelPatch": {"components": 2}}
+ARGUMENTS = {
+    "Ensemble": {"init": "copies", "jitter": 0.1},
+    "ModelPatch": {"components": 2},
+}
 
 
 def check(method: sb.Config, folder: Path) -> None:
     """The way of a model from conversion to a checkpoint that predicts."""
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 3)]
+    layers = [
+        torch.nn.Linear(4, 8),
+        torch.nn.BatchNorm1d(8),
+        torch.nn.Dropout(0.1),
+        torch.nn.Linear(8, 3),
+    ]
     net = torch.nn.Sequential(*layers)
     sb.bayesianize(net, method)
     x, y = torch.randn(12, 4), torch.randint(3, (12,))
@@ -26,11 +34,18 @@ def check(method: sb.Config, folder: Path) -> None:
     before = deepcopy(net.state_dict())
     sb.elbo(sb.categorical(sb.sample(net, x), y), net, num_data=12).loss.backward()
     optimizer.step()
-    assert any(not torch.equal(before[name], value) for name, value in net.state_dict().items())
+    assert any(
+        not torch.equal(before[name], value) for name, value in net.state_dict().items()
+    )
     sb.save(net, folder)
-    again = torch.nn.Sequential(*(deepcopy(layer) for layer in sb.debayesianize(deepcopy(net))))
+    again = torch.nn.Sequential(
+        *(deepcopy(layer) for layer in sb.debayesianize(deepcopy(net)))
+    )
     sb.load(again, folder)
-    assert all(torch.equal(value, net.state_dict()[name]) for name, value in again.state_dict().items())
+    assert all(
+        torch.equal(value, net.state_dict()[name])
+        for name, value in again.state_dict().items()
+    )
     assert sb.predict(again.eval(), x, draws=4).probs.isfinite().all()
 
 

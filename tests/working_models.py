@@ -21,13 +21,29 @@ class Recommender(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bag, self.user, self.item = nn.EmbeddingBag(20, 6, mode="mean"), nn.Embedding(9, 6), nn.Embedding(11, 6)
-        self.wide, self.deep = nn.Linear(4, 1), nn.Sequential(nn.Linear(6 * 4 + 4, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.bag, self.user, self.item = (
+            nn.EmbeddingBag(20, 6, mode="mean"),
+            nn.Embedding(9, 6),
+            nn.Embedding(11, 6),
+        )
+        self.wide, self.deep = (
+            nn.Linear(4, 1),
+            nn.Sequential(nn.Linear(6 * 4 + 4, 16), nn.ReLU(), nn.Linear(16, 1)),
+        )
 
-    def forward(self, user: Tensor, item: Tensor, dense: Tensor, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        user: Tensor,
+        item: Tensor,
+        dense: Tensor,
+        ids: Tensor,
+        offsets: Tensor | None = None,
+    ) -> Tensor:
         u, i = self.user(user), self.item(item)
         bag = self.bag(ids, offsets)
-        return (self.deep(torch.cat([u, i, u * i, bag, dense], 1)) + self.wide(dense)).squeeze(1)
+        return (
+            self.deep(torch.cat([u, i, u * i, bag, dense], 1)) + self.wide(dense)
+        ).squeeze(1)
 
 
 class MultiTask(nn.Module):
@@ -35,14 +51,25 @@ class MultiTask(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(5, 12), nn.LayerNorm(12), nn.GELU(), nn.Linear(12, 12), nn.GELU())
-        self.heads = nn.ModuleDict({"kind": nn.Linear(12, C), "price": nn.Linear(12 + C, 2), "sold": nn.Linear(12, 1)})
+        self.trunk = nn.Sequential(
+            nn.Linear(5, 12), nn.LayerNorm(12), nn.GELU(), nn.Linear(12, 12), nn.GELU()
+        )
+        self.heads = nn.ModuleDict(
+            {
+                "kind": nn.Linear(12, C),
+                "price": nn.Linear(12 + C, 2),
+                "sold": nn.Linear(12, 1),
+            }
+        )
         self.log_vars = nn.Parameter(torch.zeros(3))
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         h = self.trunk(batch["x"])
         kind = self.heads["kind"](h)
-        out = {"kind": kind, "price": self.heads["price"](torch.cat([h, kind.softmax(-1)], -1))}
+        out = {
+            "kind": kind,
+            "price": self.heads["price"](torch.cat([h, kind.softmax(-1)], -1)),
+        }
         out["sold"] = self.heads["sold"](h)
         if "kind_target" in batch:
             losses = torch.stack(
@@ -62,8 +89,15 @@ class Translator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.source, self.target = nn.Embedding(12, 8), nn.Embedding(10, 8)
-        self.encoder, self.cell = nn.GRU(8, 8, batch_first=True, bidirectional=True), nn.GRUCell(8 + 16, 8)
-        self.bridge, self.score, self.out = nn.Linear(16, 8), nn.Linear(16 + 8, 1), nn.Linear(8 + 16, 10)
+        self.encoder, self.cell = (
+            nn.GRU(8, 8, batch_first=True, bidirectional=True),
+            nn.GRUCell(8 + 16, 8),
+        )
+        self.bridge, self.score, self.out = (
+            nn.Linear(16, 8),
+            nn.Linear(16 + 8, 1),
+            nn.Linear(8 + 16, 10),
+        )
         self.forcing = 0.5
 
     def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
@@ -71,7 +105,9 @@ class Translator(nn.Module):
         state = torch.tanh(self.bridge(torch.cat([last[0], last[1]], -1)))
         token, steps = tgt[:, 0], []
         for t in range(1, tgt.shape[1]):
-            keys = torch.cat([memory, state.unsqueeze(1).expand(-1, memory.shape[1], -1)], -1)
+            keys = torch.cat(
+                [memory, state.unsqueeze(1).expand(-1, memory.shape[1], -1)], -1
+            )
             context = (self.score(keys).softmax(1) * memory).sum(1)
             state = self.cell(torch.cat([self.target(token), context], -1), state)
             logits = self.out(torch.cat([state, context], -1))
@@ -84,15 +120,29 @@ class Translator(nn.Module):
 class UNet(nn.Module):
     """Skips whose sizes do not fit are padded; norms in between."""
 
-    def __init__(self, norm: Callable[[int], nn.Module] = lambda c: nn.GroupNorm(2, c)) -> None:
+    def __init__(
+        self, norm: Callable[[int], nn.Module] = lambda c: nn.GroupNorm(2, c)
+    ) -> None:
         super().__init__()
 
         def block(i: int, o: int) -> nn.Sequential:
-            return nn.Sequential(nn.Conv2d(i, o, 3, padding=1), norm(o), nn.ReLU(), nn.Conv2d(o, o, 3, padding=1))
+            return nn.Sequential(
+                nn.Conv2d(i, o, 3, padding=1),
+                norm(o),
+                nn.ReLU(),
+                nn.Conv2d(o, o, 3, padding=1),
+            )
 
         self.one, self.two, self.three = block(1, 4), block(4, 8), block(8, 8)
-        self.up2, self.up1 = nn.ConvTranspose2d(8, 8, 2, stride=2), nn.ConvTranspose2d(8, 4, 2, stride=2)
-        self.back2, self.back1, self.head = block(16, 8), block(8, 4), nn.Conv2d(4, C, 1)
+        self.up2, self.up1 = (
+            nn.ConvTranspose2d(8, 8, 2, stride=2),
+            nn.ConvTranspose2d(8, 4, 2, stride=2),
+        )
+        self.back2, self.back1, self.head = (
+            block(16, 8),
+            block(8, 4),
+            nn.Conv2d(4, C, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         a = self.one(x)
@@ -112,13 +162,19 @@ class GraphNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.message, self.update = nn.Linear(4, 8), nn.Linear(16, 8), nn.Linear(16, 8)
+        self.embed, self.message, self.update = (
+            nn.Linear(4, 8),
+            nn.Linear(16, 8),
+            nn.Linear(16, 8),
+        )
         self.head = nn.Linear(8, C)
 
     def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
         h = torch.relu(self.embed(x))
         for _ in range(2):
-            messages = torch.relu(self.message(torch.cat([h[edge_index[0]], h[edge_index[1]]], -1)))
+            messages = torch.relu(
+                self.message(torch.cat([h[edge_index[0]], h[edge_index[1]]], -1))
+            )
             total = torch.zeros_like(h).index_add_(0, edge_index[1], messages)
             h = torch.relu(self.update(torch.cat([h, total], -1)))
         graphs = int(batch.max()) + 1
@@ -132,7 +188,10 @@ class PointNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.rotate = nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU())
-        self.matrix, self.points = nn.Linear(8, 9), nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU(), nn.Conv1d(8, 8, 1))
+        self.matrix, self.points = (
+            nn.Linear(8, 9),
+            nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU(), nn.Conv1d(8, 8, 1)),
+        )
         self.head, self.each = nn.Linear(8, C), nn.Conv1d(16, 2, 1)
 
     def forward(self, points: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,7 +199,9 @@ class PointNet(nn.Module):
         turn = self.matrix(self.rotate(x).amax(2)).view(-1, 3, 3) + torch.eye(3)
         local = self.points(torch.bmm(turn, x))
         whole = local.amax(2)
-        every = self.each(torch.cat([local, whole.unsqueeze(2).expand(-1, -1, x.shape[2])], 1))
+        every = self.each(
+            torch.cat([local, whole.unsqueeze(2).expand(-1, -1, x.shape[2])], 1)
+        )
         return self.head(whole), every.transpose(1, 2)
 
 
@@ -149,10 +210,15 @@ class SimCLR(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.project = nn.Sequential(nn.Linear(5, 12), nn.ReLU(), nn.Linear(12, 8)), nn.Linear(8, 4)
+        self.encoder, self.project = (
+            nn.Sequential(nn.Linear(5, 12), nn.ReLU(), nn.Linear(12, 8)),
+            nn.Linear(8, 4),
+        )
 
     def forward(self, one: Tensor, other: Tensor, loss: bool = False) -> Any:
-        z = F.normalize(self.project(torch.relu(self.encoder(torch.cat([one, other])))), dim=-1)
+        z = F.normalize(
+            self.project(torch.relu(self.encoder(torch.cat([one, other])))), dim=-1
+        )
         if not loss:
             return z.chunk(2)
         logits = (z @ z.T / 0.2).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9)
@@ -176,7 +242,11 @@ class Detector(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.score, self.box = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 1, 1), nn.Conv2d(8, 4, 1)
+        self.body, self.score, self.box = (
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.Conv2d(8, 1, 1),
+            nn.Conv2d(8, 4, 1),
+        )
 
     def forward(self, pictures: list[Tensor]) -> list[dict[str, Tensor]]:
         h = torch.relu(self.body(torch.stack(pictures)))
@@ -193,8 +263,15 @@ class MaskedAutoencoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.encode, self.decode = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 4)
-        self.token, self.places = nn.Parameter(torch.zeros(1, 1, 8)), nn.Parameter(torch.randn(1, 9, 8))
+        self.embed, self.encode, self.decode = (
+            nn.Linear(4, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 4),
+        )
+        self.token, self.places = (
+            nn.Parameter(torch.zeros(1, 1, 8)),
+            nn.Parameter(torch.randn(1, 9, 8)),
+        )
 
     def forward(self, x: Tensor, keep: int = 4) -> tuple[Tensor, Tensor]:
         rows, count, _ = x.shape
@@ -214,14 +291,25 @@ class DQN(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.online = nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, 2))
-        self.target = nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, 2)).requires_grad_(False)
+        self.target = nn.Sequential(
+            nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, 2)
+        ).requires_grad_(False)
         self.target.load_state_dict(self.online.state_dict())
 
-    def forward(self, state: Tensor, action: Tensor, reward: Tensor, following: Tensor, done: Tensor) -> Tensor:
+    def forward(
+        self,
+        state: Tensor,
+        action: Tensor,
+        reward: Tensor,
+        following: Tensor,
+        done: Tensor,
+    ) -> Tensor:
         value = self.online(state).gather(1, action[:, None]).squeeze(1)
         with torch.no_grad():
             best = self.online(following).argmax(1, keepdim=True)
-            target = reward + 0.9 * (1 - done) * self.target(following).gather(1, best).squeeze(1)
+            target = reward + 0.9 * (1 - done) * self.target(following).gather(
+                1, best
+            ).squeeze(1)
         return torch.stack([value, target], 1)
 
 
@@ -231,11 +319,16 @@ class VAE(nn.Module):
     def __init__(self, samples: int = 2) -> None:
         super().__init__()
         self.samples = samples
-        self.encoder, self.decoder = nn.Linear(6, 8), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6))
+        self.encoder, self.decoder = (
+            nn.Linear(6, 8),
+            nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6)),
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mean, log_var = self.encoder(x).chunk(2, 1)
-        mean_s, scale = (t.repeat_interleave(self.samples, 0) for t in (mean, (log_var / 2).exp()))
+        mean_s, scale = (
+            t.repeat_interleave(self.samples, 0) for t in (mean, (log_var / 2).exp())
+        )
         z = mean_s + scale * torch.randn_like(mean_s)
         return self.decoder(z).view(len(x), self.samples, -1).mean(1), mean, log_var
 
@@ -259,7 +352,11 @@ class Denoiser(nn.Module):
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         rows = len(x)
         if self.guided:
-            x, t, y = torch.cat([x, x]), torch.cat([t, t]), torch.cat([y, torch.full_like(y, C)])
+            x, t, y = (
+                torch.cat([x, x]),
+                torch.cat([t, t]),
+                torch.cat([y, torch.full_like(y, C)]),
+            )
         angles = t[:, None].float() * torch.exp(-torch.arange(4.0))
         emb = self.time(torch.cat([angles.sin(), angles.cos()], 1)) + self.label(y)
         h = F.silu(self.first(x) + emb[:, :, None, None])
@@ -275,7 +372,10 @@ class HyperNetwork(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hyper, self.out = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4 * 5 + 5)), nn.Linear(5, C)
+        self.hyper, self.out = (
+            nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4 * 5 + 5)),
+            nn.Linear(5, C),
+        )
 
     def forward(self, x: Tensor, task: Tensor) -> Tensor:
         weights = self.hyper(task)
@@ -333,7 +433,9 @@ class SortedLSTM(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         lengths = (ids != 0).sum(1)
         lengths, order = lengths.sort(descending=True)
-        packed = pack_padded_sequence(self.embed(ids[order]), lengths.cpu(), batch_first=True)
+        packed = pack_padded_sequence(
+            self.embed(ids[order]), lengths.cpu(), batch_first=True
+        )
         out, (last, _) = self.lstm(packed)
         pad_packed_sequence(out, batch_first=True)
         return self.head(last[-1][order.argsort()])
@@ -345,7 +447,9 @@ class Experts(nn.Module):
     def __init__(self, capacity: int | None = None) -> None:
         super().__init__()
         self.router, self.capacity = nn.Linear(5, 4, bias=False), capacity
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, C)) for _ in range(4))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, C)) for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         gates = self.router(x).softmax(-1)
@@ -366,15 +470,26 @@ class TabularTransformer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.numbers, self.bias = nn.Parameter(torch.randn(3, 8)), nn.Parameter(torch.randn(3, 8))
+        self.numbers, self.bias = (
+            nn.Parameter(torch.randn(3, 8)),
+            nn.Parameter(torch.randn(3, 8)),
+        )
         self.categories = nn.ModuleList(nn.Embedding(n, 8) for n in (4, 7))
         self.token = nn.Parameter(torch.randn(1, 1, 8))
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
-        self.encoder, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(8, C)
+        layer = nn.TransformerEncoderLayer(
+            8, 2, 16, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.encoder, self.head = (
+            nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+            nn.Linear(8, C),
+        )
 
     def forward(self, numbers: Tensor, categories: Tensor) -> Tensor:
         tokens = [numbers[:, :, None] * self.numbers + self.bias]
-        tokens += [table(categories[:, i]).unsqueeze(1) for i, table in enumerate(self.categories)]
+        tokens += [
+            table(categories[:, i]).unsqueeze(1)
+            for i, table in enumerate(self.categories)
+        ]
         h = torch.cat([self.token.expand(len(numbers), -1, -1), *tokens], 1)
         return self.head(self.encoder(h)[:, 0])
 
@@ -420,7 +535,9 @@ class Queue(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         z = F.normalize(self.encode(x), dim=1)
-        out = torch.cat([(z * z.detach().roll(1, 1)).sum(1, keepdim=True), z @ self.queue.T], 1)
+        out = torch.cat(
+            [(z * z.detach().roll(1, 1)).sum(1, keepdim=True), z @ self.queue.T], 1
+        )
         if self.training:
             at = (torch.arange(len(z)) + self.place) % 24
             self.queue[at] = z.detach()

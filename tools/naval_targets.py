@@ -14,21 +14,33 @@ from pathlib import Path
 import numpy as np
 
 _COMPRESSOR, _TURBINE, _SPEEDS = 51, 26, 9
-_SPEED, _TEMPERATURE = 1, 7  # columns: ship speed, and temperature at the turbine's exit, which falls with either decay
+_SPEED, _TEMPERATURE = (
+    1,
+    7,
+)  # columns: ship speed, and temperature at the turbine's exit, which falls with either decay
 
 
 def both_targets(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Compressor and turbine decay of each row, (11934, 2), from features (11934, 16) and the first of them."""
     grid = (_COMPRESSOR, _TURBINE, _SPEEDS)
     if x.shape != (np.prod(grid), 16) or y.size != len(x):
-        raise ValueError(f"The Naval set has {np.prod(grid)} rows of 16 features, got {x.shape} and {y.shape}.")
+        raise ValueError(
+            f"The Naval set has {np.prod(grid)} rows of 16 features, got {x.shape} and {y.shape}."
+        )
     compressor = np.round(0.95 + 0.001 * np.arange(_COMPRESSOR), 3)
     turbine = np.round(0.975 + 0.001 * np.arange(_TURBINE), 3)
     speeds, hot = x[:, _SPEED].reshape(grid), x[:, _TEMPERATURE].reshape(grid)
-    in_order = np.allclose(y.reshape(grid), compressor[:, None, None], atol=1e-6) and np.ptp(speeds, (0, 1)).max() == 0
+    in_order = (
+        np.allclose(y.reshape(grid), compressor[:, None, None], atol=1e-6)
+        and np.ptp(speeds, (0, 1)).max() == 0
+    )
     if not in_order or not (np.diff(hot.mean((0, 2))) < 0).all():
-        raise ValueError("The rows of this file are not in the order of the published grid: its second target is lost.")
-    return np.stack([y.reshape(-1), np.broadcast_to(turbine[None, :, None], grid).reshape(-1)], 1)
+        raise ValueError(
+            "The rows of this file are not in the order of the published grid: its second target is lost."
+        )
+    return np.stack(
+        [y.reshape(-1), np.broadcast_to(turbine[None, :, None], grid).reshape(-1)], 1
+    )
 
 
 def main(source: Path, target: Path) -> None:

@@ -54,9 +54,17 @@ def read_lock(text: str) -> dict[str, Pin]:
     {'a-b': Pin(version='1.0', hashes=('00', '01'))}
     """
     lines = re.sub(r"\\\n|#.*", " ", text).splitlines()
-    pins = (re.fullmatch(r"([\w.-]+)==(\S+)(.*)", line.strip()) for line in lines if line.strip())
+    pins = (
+        re.fullmatch(r"([\w.-]+)==(\S+)(.*)", line.strip())
+        for line in lines
+        if line.strip()
+    )
     return {
-        canonicalize_name(pin[1]): Pin(pin[2], tuple(re.findall(r"--hash=sha256:(\w+)", pin[3]))) for pin in pins if pin
+        canonicalize_name(pin[1]): Pin(
+            pin[2], tuple(re.findall(r"--hash=sha256:(\w+)", pin[3]))
+        )
+        for pin in pins
+        if pin
     }
 
 
@@ -64,11 +72,16 @@ def asked_for(project: dict[str, Any], *extras: str) -> list[Requirement]:
     """The project's own requirements with these extras, those that an extra takes from another written out."""
     optional = project["project"]["optional-dependencies"]
     found: list[Requirement] = []
-    waiting = [*project["project"]["dependencies"], *(line for extra in extras for line in optional[extra])]
+    waiting = [
+        *project["project"]["dependencies"],
+        *(line for extra in extras for line in optional[extra]),
+    ]
     while waiting:
         requirement = Requirement(waiting.pop())
         if requirement.name == project["project"]["name"]:
-            waiting += [line for extra in requirement.extras for line in optional[extra]]
+            waiting += [
+                line for extra in requirement.extras for line in optional[extra]
+            ]
         else:
             found.append(requirement)
     return found
@@ -78,7 +91,11 @@ def closure(requirements: list[Requirement]) -> dict[str, set[str]]:
     """Everything installed that these need, each with what it needs itself."""
     needs: dict[str, set[str]] = {}
     seen: set[tuple[str, str]] = set()
-    waiting = [(canonicalize_name(r.name), extra) for r in requirements for extra in ("", *r.extras)]
+    waiting = [
+        (canonicalize_name(r.name), extra)
+        for r in requirements
+        for extra in ("", *r.extras)
+    ]
     while waiting:
         name, extra = waiting.pop()
         if (name, extra) in seen:
@@ -86,7 +103,9 @@ def closure(requirements: list[Requirement]) -> dict[str, set[str]]:
         seen.add((name, extra))
         needs.setdefault(name, set())
         for requirement in map(Requirement, distribution(name).requires or []):
-            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            if requirement.marker is None or requirement.marker.evaluate(
+                {"extra": extra}
+            ):
                 other = canonicalize_name(requirement.name)
                 needs[name].add(other)
                 waiting += [(other, more) for more in ("", *requirement.extras)]
@@ -102,7 +121,11 @@ def licence(name: str) -> str:
     metadata = distribution(name).metadata
     if expression := metadata.get("License-Expression"):
         return str(expression)
-    classifiers = [line.rpartition(" :: ")[2] for line in metadata.get_all("Classifier", []) if "License ::" in line]
+    classifiers = [
+        line.rpartition(" :: ")[2]
+        for line in metadata.get_all("Classifier", [])
+        if "License ::" in line
+    ]
     named = [SPDX[line] for line in classifiers if line in SPDX]
     own = next(iter((metadata.get("License") or "").splitlines()), "")
     return " AND ".join(named) or SPDX.get(own, own) or "none"
@@ -120,20 +143,43 @@ def allowed(expression: str) -> bool:
 def drift(project: dict[str, Any], lock: dict[str, Pin], torch: str) -> list[str]:
     """Where the lock and pyproject.toml disagree; empty if nowhere."""
     pin = Requirement(torch)
-    locked = lock | {"torch": Pin(str(pin.specifier).removeprefix("=="), ("of the machine's build",))}
-    own = [*asked_for(project, "dev"), *map(Requirement, project["build-system"]["requires"])]
-    wrong = [f"{name} {pin.version} has no hash" for name, pin in locked.items() if not pin.hashes]
+    locked = lock | {
+        "torch": Pin(str(pin.specifier).removeprefix("=="), ("of the machine's build",))
+    }
+    own = [
+        *asked_for(project, "dev"),
+        *map(Requirement, project["build-system"]["requires"]),
+    ]
+    wrong = [
+        f"{name} {pin.version} has no hash"
+        for name, pin in locked.items()
+        if not pin.hashes
+    ]
     for requirement in own:
         name = canonicalize_name(requirement.name)
         if name not in locked:
             wrong.append(f"{name} is not locked: make lock")
         elif not requirement.specifier.contains(locked[name].version):
-            wrong.append(f"{name} is locked at {locked[name].version}, but pyproject.toml asks for {requirement}")
+            wrong.append(
+                f"{name} is locked at {locked[name].version}, but pyproject.toml asks for {requirement}"
+            )
     for name, versions in DENIED.items():
-        admitted = {v for r in own if canonicalize_name(r.name) == name for v in versions if r.specifier.contains(v)}
+        admitted = {
+            v
+            for r in own
+            if canonicalize_name(r.name) == name
+            for v in versions
+            if r.specifier.contains(v)
+        }
         pinned = {locked[name].version} & versions if name in locked else set()
-        wrong += [f"{name} {version} is malware, and pyproject.toml allows it" for version in sorted(admitted)]
-        wrong += [f"{name} {version} is malware, and it is locked" for version in sorted(pinned)]
+        wrong += [
+            f"{name} {version} is malware, and pyproject.toml allows it"
+            for version in sorted(admitted)
+        ]
+        wrong += [
+            f"{name} {version} is malware, and it is locked"
+            for version in sorted(pinned)
+        ]
     return wrong
 
 
@@ -151,16 +197,24 @@ def installed(project: dict[str, Any], lock: dict[str, Pin]) -> list[str]:
         if name not in lock:
             wrong.append(f"{name} is needed and not locked: make lock")
         elif lock[name].version != version:
-            wrong.append(f"{name} is locked at {lock[name].version}, but {version} is installed")
+            wrong.append(
+                f"{name} is locked at {lock[name].version}, but {version} is installed"
+            )
         if not allowed(licence(name)):
-            wrong.append(f"{name} has the licence {licence(name)[:80]!r}, which tools/supply_chain.py does not list")
+            wrong.append(
+                f"{name} has the licence {licence(name)[:80]!r}, which tools/supply_chain.py does not list"
+            )
     return wrong
 
 
 def sbom(project: dict[str, Any], lock: dict[str, Pin], wheel: Path) -> dict[str, Any]:
     """CycloneDX 1.6: the wheel, what it needs, and what its extras add, at the versions it was tested with."""
     apart = ("dev", "docs", "ray", "benchmarks")  # for developers, or not locked
-    extras = [extra for extra in project["project"]["optional-dependencies"] if extra not in apart]
+    extras = [
+        extra
+        for extra in project["project"]["optional-dependencies"]
+        if extra not in apart
+    ]
     name, version = wheel.name.split("-")[:2]
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     direct, core = asked_for(project, *extras), closure(asked_for(project))
@@ -170,9 +224,19 @@ def sbom(project: dict[str, Any], lock: dict[str, Pin], wheel: Path) -> dict[str
         return f"pkg:pypi/{package}@{quote(distribution(package).version)}"
 
     def component(package: str) -> dict[str, Any]:
-        files = [{"alg": "SHA-256", "content": one} for one in lock[package].hashes] if package in lock else []
+        files = (
+            [{"alg": "SHA-256", "content": one} for one in lock[package].hashes]
+            if package in lock
+            else []
+        )
         terms = licence(package)
-        links = [{"type": "distribution", "url": f"https://pypi.org/project/{package}/", "hashes": files}]
+        links = [
+            {
+                "type": "distribution",
+                "url": f"https://pypi.org/project/{package}/",
+                "hashes": files,
+            }
+        ]
         return {
             "type": "library", "bom-ref": purl(package), "name": package, "version": distribution(package).version,
             "purl": purl(package), "scope": "required" if package in core else "optional",
@@ -180,7 +244,10 @@ def sbom(project: dict[str, Any], lock: dict[str, Pin], wheel: Path) -> dict[str
         } | ({"externalReferences": links} if files else {})  # fmt: skip
 
     own = f"pkg:pypi/{name}@{version}"
-    graph = [{"ref": purl(package), "dependsOn": sorted(map(purl, needs[package]))} for package in sorted(needs)]
+    graph = [
+        {"ref": purl(package), "dependsOn": sorted(map(purl, needs[package]))}
+        for package in sorted(needs)
+    ]
     return {
         "bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1,
         "serialNumber": uuid.uuid5(uuid.NAMESPACE_URL, f"{own}#{digest}").urn,
@@ -201,10 +268,15 @@ def main(task: str, argument: str) -> int:
     lock = read_lock(LOCK.read_text())
     if task == "check":
         wrong = drift(PROJECT, lock, argument) + installed(PROJECT, lock)
-        print("\n".join(wrong) or f"{len(lock)} locked packages agree with pyproject.toml; their licences are listed")
+        print(
+            "\n".join(wrong)
+            or f"{len(lock)} locked packages agree with pyproject.toml; their licences are listed"
+        )
         return int(bool(wrong))
     wheel = Path(argument)
-    wheel.with_suffix(".cdx.json").write_text(json.dumps(sbom(PROJECT, lock, wheel), indent=1) + "\n")
+    wheel.with_suffix(".cdx.json").write_text(
+        json.dumps(sbom(PROJECT, lock, wheel), indent=1) + "\n"
+    )
     return 0
 
 

@@ -22,7 +22,12 @@ PICTURE = Path(__file__).with_suffix(".png")
 def data() -> tuple[Tensor, Tensor]:
     """Sixty noisy points of a sine, none of them between -1 and 1."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.cat([torch.rand(30, 1, generator=generator) * 2 - 3, torch.rand(30, 1, generator=generator) * 2 + 1])
+    x = torch.cat(
+        [
+            torch.rand(30, 1, generator=generator) * 2 - 3,
+            torch.rand(30, 1, generator=generator) * 2 + 1,
+        ]
+    )
     return x, torch.sin(1.5 * x) + NOISE * torch.randn(x.shape, generator=generator)
 
 
@@ -42,13 +47,17 @@ def main(out: Path = PICTURE, steps: int = 1000) -> dict[str, float]:
     grid = torch.linspace(-4.5, 4.5, 300)[:, None]
 
     def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(1, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 1))
+        return nn.Sequential(
+            nn.Linear(1, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 1)
+        )
 
     torch.manual_seed(0)
     plain = train(sb.bayesianize(build(), sb.Deterministic()), x, y, steps)
     members = sb.BatchEnsemble(members=8, mean_init=sb.Normal(1.0, 0.5))
     batch = train(sb.bayesianize(build(), members), x, y, steps)
-    deep = train(sb.bayesianize(build(), sb.Ensemble(members=5, factory=build)), x, y, steps)
+    deep = train(
+        sb.bayesianize(build(), sb.Ensemble(members=5, factory=build)), x, y, steps
+    )
     laplace = sb.debayesianize(copy.deepcopy(plain))
     sb.laplace(laplace, [(x, y)], likelihood="gaussian", noise=NOISE)
     near = sb.far(plain, [(x, y)], likelihood="gaussian")
@@ -62,11 +71,15 @@ def main(out: Path = PICTURE, steps: int = 1000) -> dict[str, float]:
     }
     figure = Figure(figsize=(13, 2.9), layout="constrained")
     spread = {}
-    for panel, (name, prediction) in zip(figure.subplots(1, len(shown), sharey=True), shown.items(), strict=True):
+    for panel, (name, prediction) in zip(
+        figure.subplots(1, len(shown), sharey=True), shown.items(), strict=True
+    ):
         middle, deviation = prediction.mean[:, 0], prediction.total[:, 0].sqrt()
         for width in (1, 2):
             edges = middle - width * deviation, middle + width * deviation
-            panel.fill_between(grid[:, 0], *edges, color="#2f6fb5", alpha=0.22, linewidth=0)
+            panel.fill_between(
+                grid[:, 0], *edges, color="#2f6fb5", alpha=0.22, linewidth=0
+            )
         panel.plot(grid[:, 0], middle, color="#2f6fb5", linewidth=2)
         panel.plot(x[:, 0], y[:, 0], ".", color="#d9731a", markersize=5)
         panel.set(title=name, ylim=(-3, 3), xlabel="x")

@@ -23,8 +23,12 @@ PICTURE = Path(__file__).with_suffix(".png")
 def main(out: Path = PICTURE, epochs: int = 200) -> dict[str, list[float]]:
     """Fit, draw the figure; returns the share of test targets in intervals of each level."""
     rows, targets = load_diabetes(return_X_y=True, as_frame=True)
-    rest, test, y_rest, y = train_test_split(rows, targets.to_numpy(float), test_size=0.3, random_state=0)
-    train, held, y_train, y_held = train_test_split(rest, y_rest, test_size=0.3, random_state=0)
+    rest, test, y_rest, y = train_test_split(
+        rows, targets.to_numpy(float), test_size=0.3, random_state=0
+    )
+    train, held, y_train, y_held = train_test_split(
+        rest, y_rest, test_size=0.3, random_state=0
+    )
     model = BayesRegressor(random_state=0, epochs=epochs).fit(train, y_train)
 
     known, new = model.prediction(held), model.prediction(test)
@@ -32,7 +36,9 @@ def main(out: Path = PICTURE, epochs: int = 200) -> dict[str, list[float]]:
     for level in LEVELS:
         low, high = model.predict_interval(test, level=level)
         covered["as predicted"].append(float(np.mean((low <= y) & (y <= high))))
-        sets = Conformal.fit(known, torch.tensor(y_held, dtype=torch.float32)[:, None], level=level)(new)
+        sets = Conformal.fit(
+            known, torch.tensor(y_held, dtype=torch.float32)[:, None], level=level
+        )(new)
         low, high = (edge.flatten().numpy() for edge in sets)
         covered["conformal"].append(float(np.mean((low <= y) & (y <= high))))
 
@@ -41,12 +47,21 @@ def main(out: Path = PICTURE, epochs: int = 200) -> dict[str, list[float]]:
     order = np.argsort(mean)
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[2, 1])
-    left.vlines(np.arange(len(order)), low[order], high[order], color="#2f6fb5", alpha=0.35, linewidth=3)
+    left.vlines(
+        np.arange(len(order)),
+        low[order],
+        high[order],
+        color="#2f6fb5",
+        alpha=0.35,
+        linewidth=3,
+    )
     left.plot(mean[order], color="#2f6fb5", label="mean and 90 % interval")
     left.plot(y[order], ".", color="#d9731a", label="target")
     left.set(xlabel="test rows, by predicted mean", ylabel="disease progression")
     right.plot([0.45, 1], [0.45, 1], "--", color="grey", linewidth=1)
-    for (name, shares), colour in zip(covered.items(), ("#d9731a", "#2f6fb5"), strict=True):
+    for (name, shares), colour in zip(
+        covered.items(), ("#d9731a", "#2f6fb5"), strict=True
+    ):
         right.plot(LEVELS, shares, "o-", color=colour, label=name)
     right.set(xlabel="promised coverage", ylabel="share of test targets inside")
     for panel in (left, right):

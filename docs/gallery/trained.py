@@ -21,7 +21,9 @@ PICTURE = Path(__file__).with_suffix(".png")
 def trained(x: Tensor, y: Tensor, steps: int) -> nn.Module:
     """The network you have: nothing of it is Bayesian."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    net = nn.Sequential(
+        nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)
+    )
     optimizer = torch.optim.AdamW(net.parameters(), 5e-3, weight_decay=1e-2)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -35,7 +37,9 @@ def main(out: Path = PICTURE, steps: int = 400, side: int = 80) -> dict[str, flo
     points, classes = make_moons(300, noise=0.12, random_state=0)
     x, y = torch.tensor(points, dtype=torch.float32), torch.tensor(classes)
     base = trained(x, y, steps)
-    across, up = torch.meshgrid(torch.linspace(-3, 4, side), torch.linspace(-2.5, 3, side), indexing="xy")
+    across, up = torch.meshgrid(
+        torch.linspace(-3, 4, side), torch.linspace(-2.5, 3, side), indexing="xy"
+    )
     grid = torch.stack([across, up], -1).reshape(-1, 2)
 
     plain = sb.bayesianize(copy.deepcopy(base), sb.Deterministic())
@@ -49,12 +53,25 @@ def main(out: Path = PICTURE, steps: int = 400, side: int = 80) -> dict[str, flo
     distance = sb.predict(plain, grid, far=near).distance
     figure = Figure(figsize=(12, 3.7), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
-    edge = (grid[:, 0] < -2.5) | (grid[:, 0] > 3.5) | (grid[:, 1] < -2) | (grid[:, 1] > 2.5)
+    edge = (
+        (grid[:, 0] < -2.5)
+        | (grid[:, 0] > 3.5)
+        | (grid[:, 1] < -2)
+        | (grid[:, 1] > 2.5)
+    )
     for panel, (name, prediction) in zip(panels, shown.items(), strict=False):
         sure = prediction.confidence.reshape(side, side)
-        drawn = panel.contourf(across, up, sure, levels=torch.linspace(0.5, 1, 11), cmap="Blues")
+        drawn = panel.contourf(
+            across, up, sure, levels=torch.linspace(0.5, 1, 11), cmap="Blues"
+        )
         panel.set_title(f"confidence: {name}")
-    remote = panels[2].contourf(across, up, distance.reshape(side, side), levels=torch.linspace(0, 1, 11), cmap="Greys")
+    remote = panels[2].contourf(
+        across,
+        up,
+        distance.reshape(side, side),
+        levels=torch.linspace(0, 1, 11),
+        cmap="Greys",
+    )
     panels[2].set_title("distance from the training rows")
     for panel in panels:
         for kind, colour in ((0, "#d9731a"), (1, "#2e8540")):
@@ -63,7 +80,10 @@ def main(out: Path = PICTURE, steps: int = 400, side: int = 80) -> dict[str, flo
     figure.colorbar(drawn, ax=panels[:2])
     figure.colorbar(remote, ax=panels[2])
     figure.savefig(out, dpi=110)
-    sure = {name: float(prediction.confidence[edge].mean()) for name, prediction in shown.items()}
+    sure = {
+        name: float(prediction.confidence[edge].mean())
+        for name, prediction in shown.items()
+    }
     return {**sure, "distance": float(distance[edge].mean())}
 
 

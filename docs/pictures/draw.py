@@ -17,9 +17,13 @@ BLUE, ORANGE, GREY = "#2f6fb5", "#d9731a", "#9a9a9a"
 HERE = Path(__file__).parent
 
 
-def matrix(panel: Any, values: np.ndarray, title: str, limit: float, cmap: str = "RdBu") -> None:
+def matrix(
+    panel: Any, values: np.ndarray, title: str, limit: float, cmap: str = "RdBu"
+) -> None:
     low = 0.0 if cmap == "Blues" else -limit
-    panel.imshow(values, cmap=cmap, vmin=low, vmax=limit, aspect="equal", interpolation="nearest")
+    panel.imshow(
+        values, cmap=cmap, vmin=low, vmax=limit, aspect="equal", interpolation="nearest"
+    )
     panel.set_title(title, fontsize=12)
     panel.set(xticks=[], yticks=[])
 
@@ -54,7 +58,13 @@ def tied(rng: np.random.Generator) -> Figure:
     limit = float((first + second).max())
     figure = Figure(figsize=(10.5, 2.3), layout="constrained")
     panels = figure.subplots(1, 7, width_ratios=[14, 3, 14, 2, 14, 2, 14])
-    matrix(panels[0], (first + second) * rng.lognormal(0, 0.35, first.shape), "σ, mean-field: 10 · 14", limit, "Blues")
+    matrix(
+        panels[0],
+        (first + second) * rng.lognormal(0, 0.35, first.shape),
+        "σ, mean-field: 10 · 14",
+        limit,
+        "Blues",
+    )
     sign(panels[1], "≈")
     matrix(panels[2], first + second, "σ, 2-tied: 2 (10 + 14)", limit, "Blues")
     sign(panels[3], "=")
@@ -87,7 +97,12 @@ def patches() -> Figure:
             across += [2 * at - 0.55, 2 * at + 0.55]
             up += [height + shift] * 2
         panel.plot(
-            [*across, 2 * len(layers) - 0.8], [*up, 1 + shift], color=colour, linewidth=2, alpha=0.85, zorder=0.5
+            [*across, 2 * len(layers) - 0.8],
+            [*up, 1 + shift],
+            color=colour,
+            linewidth=2,
+            alpha=0.85,
+            zorder=0.5,
         )
     panel.text(-1.3, 1.42, "two draws", ha="center", fontsize=11)
     panel.set(xlim=(-2, 2 * len(layers)), ylim=(-0.6, 2.6))
@@ -96,7 +111,11 @@ def patches() -> Figure:
 
 
 def main(out: Path = HERE) -> None:
-    figures = {"rank1": rank1(np.random.default_rng(3)), "tied": tied(np.random.default_rng(1)), "patches": patches()}
+    figures = {
+        "rank1": rank1(np.random.default_rng(3)),
+        "tied": tied(np.random.default_rng(1)),
+        "patches": patches(),
+    }
     for name, figure in figures.items():
         figure.savefig(out / f"{name}.png", dpi=110)
 

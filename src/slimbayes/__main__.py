@@ -10,7 +10,10 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "slimbayes").partition(".")[0] == "slimbayes":
             raise
-        print(f'The slimbayes command needs {error.name}: pip install "slimbayes[lab,report]"', file=sys.stderr)
+        print(
+            f'The slimbayes command needs {error.name}: pip install "slimbayes[lab,report]"',
+            file=sys.stderr,
+        )
         raise SystemExit(3) from None  # as for any package that is missing
     command()
 

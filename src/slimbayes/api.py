@@ -58,7 +58,9 @@ from slimbayes.posteriors.configs.weights import FullMatrixNormal as FullMatrixN
 from slimbayes.posteriors.configs.weights import KTied as KTied
 from slimbayes.posteriors.configs.weights import MatrixNormal as MatrixNormal
 from slimbayes.posteriors.configs.weights import MeanField as MeanField
-from slimbayes.posteriors.configs.weights import MultivariateNormal as MultivariateNormal
+from slimbayes.posteriors.configs.weights import (
+    MultivariateNormal as MultivariateNormal,
+)
 from slimbayes.posteriors.configs.weights import Radial as Radial
 from slimbayes.posteriors.configs.whole_modules import Ensemble as Ensemble
 from slimbayes.posteriors.configs.whole_modules import MCDropout as MCDropout
@@ -85,7 +87,9 @@ from slimbayes.train.elbo import kl as kl
 from slimbayes.train.likelihoods import bernoulli as bernoulli
 from slimbayes.train.likelihoods import categorical as categorical
 from slimbayes.train.likelihoods import gaussian as gaussian
-from slimbayes.train.likelihoods import heteroscedastic_gaussian as heteroscedastic_gaussian
+from slimbayes.train.likelihoods import (
+    heteroscedastic_gaussian as heteroscedastic_gaussian,
+)
 from slimbayes.train.optim import l2 as l2
 from slimbayes.train.optim import param_groups as param_groups
 from slimbayes.train.precision import OutputPrecision as OutputPrecision

@@ -31,7 +31,11 @@ def cut(text: str, most: int = 300) -> str:
     >>> cut("abcdef", most=3)
     'abc... (3 characters more)'
     """
-    return text if len(text) <= most else f"{text[:most]}... ({len(text) - most:,} characters more)"
+    return (
+        text
+        if len(text) <= most
+        else f"{text[:most]}... ({len(text) - most:,} characters more)"
+    )
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

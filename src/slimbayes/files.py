@@ -30,9 +30,13 @@ from slimbayes.errors import brief, cut
 from slimbayes.untrusted import parse_json, read_file
 
 FORMAT = 1
-_FOREIGN = 12 * 3600.0  # seconds after which a draft of another machine counts as left behind
+_FOREIGN = (
+    12 * 3600.0
+)  # seconds after which a draft of another machine counts as left behind
 # .<name>.draft-<machine>-<process>-<token>; checkpoints of steps were once drafted without an owner.
-_DRAFT = re.compile(r"\..*\.draft-([0-9a-f]{8})-(\d+)-[0-9a-f]{8}|\.step-\d{8}\.[a-z0-9_]{8}", re.DOTALL)
+_DRAFT = re.compile(
+    r"\..*\.draft-([0-9a-f]{8})-(\d+)-[0-9a-f]{8}|\.step-\d{8}\.[a-z0-9_]{8}", re.DOTALL
+)
 
 
 class CheckpointError(ValueError):
@@ -80,7 +84,11 @@ def write_json(file: Path, data: Any) -> None:
 def write_csv(file: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     """Replace a CSV file at once; its columns are the names in all lines, in the order they appear."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(name for line in lines for name in line)), lineterminator="\n")
+    writer = csv.DictWriter(
+        text,
+        list(dict.fromkeys(name for line in lines for name in line)),
+        lineterminator="\n",
+    )
     writer.writeheader()
     writer.writerows(lines)
     write_text(file, text.getvalue())
@@ -94,7 +102,9 @@ def write_folder(path: Path, files: Mapping[str, bytes]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_drafts(path.parent)
     if path.exists() and not (path / "manifest.json").exists() and any(path.iterdir()):
-        raise CheckpointError(f"{path} exists and is not a slimbayes checkpoint; refusing to replace it.")
+        raise CheckpointError(
+            f"{path} exists and is not a slimbayes checkpoint; refusing to replace it."
+        )
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     manifest = as_json({"format": FORMAT, "sha256": hashes})
     draft = _draft(path)
@@ -118,7 +128,8 @@ def find_folder(path: Path) -> Path:
     previous = path.with_name(path.name + ".previous")
     if not path.exists() and previous.exists():
         warnings.warn(
-            f"{path} is missing, but an interrupted save left its former state: reading {previous}.", stacklevel=3
+            f"{path} is missing, but an interrupted save left its former state: reading {previous}.",
+            stacklevel=3,
         )
         return previous
     if not path.is_dir():
@@ -133,7 +144,9 @@ def read_folder(folder: Path, needed: set[str]) -> dict[str, bytes]:
         try:
             files[name] = read_file(folder / name, limit=math.inf)
         except OSError as error:
-            raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}.") from error
+            raise CheckpointError(
+                f"{folder / name} cannot be read: {error.strerror}."
+            ) from error
         if hashlib.sha256(files[name]).hexdigest() != expected:
             raise CheckpointError(
                 f"{folder / name} is damaged: its sha256 differs from the manifest's. Restore it from a copy."
@@ -156,13 +169,22 @@ def _read_manifest(folder: Path, needed: set[str]) -> dict[str, str]:
     try:
         manifest = parse_json(read_file(file))
         version, hashes = manifest["format"], manifest["sha256"]
-        named = all(isinstance(n, str) and Path(n).name == n and isinstance(h, str) for n, h in hashes.items())
+        named = all(
+            isinstance(n, str) and Path(n).name == n and isinstance(h, str)
+            for n, h in hashes.items()
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is missing or damaged: {cut(str(error))}.") from error
+        raise CheckpointError(
+            f"{file} is missing or damaged: {cut(str(error))}."
+        ) from error
     if version != FORMAT:
-        raise CheckpointError(f"{folder} has format {brief(version)}; this version of slimbayes reads format {FORMAT}.")
+        raise CheckpointError(
+            f"{folder} has format {brief(version)}; this version of slimbayes reads format {FORMAT}."
+        )
     if not named or not needed <= set(hashes):
-        raise CheckpointError(f"{file} is damaged: it does not list {' and '.join(sorted(needed))}.")
+        raise CheckpointError(
+            f"{file} is damaged: it does not list {' and '.join(sorted(needed))}."
+        )
     return hashes
 
 
@@ -179,7 +201,11 @@ def _replace_folder(draft: Path, path: Path) -> None:
 def _named(error: OSError, draft: Path, path: Path) -> OSError:
     """The error with the name of what could not be written, not that of its draft; a full disk names nothing itself."""
     about_it = error.filename is None or str(error.filename).startswith(str(draft))
-    return OSError(error.errno, error.strerror, str(path)) if about_it and error.errno is not None else error
+    return (
+        OSError(error.errno, error.strerror, str(path))
+        if about_it and error.errno is not None
+        else error
+    )
 
 
 # --- drafts, and what is left of them ---
@@ -191,7 +217,9 @@ def remove_drafts(folder: Path) -> None:
     with suppress(OSError), os.scandir(folder) as entries:
         left = [Path(e.path) for e in entries if e.name[0] == "." and _is_left(e)]
         for path in left:
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(
+                missing_ok=True
+            )
 
 
 def _is_left(entry: "os.DirEntry[str]") -> bool:
@@ -216,7 +244,9 @@ def _alive(process: int) -> bool:
 
 def _draft(path: Path) -> Path:
     """Where a file or folder is written before it gets its name; the draft's own name says whose it is."""
-    return path.with_name(f".{path.name[:40]}.draft-{_machine()}-{os.getpid()}-{secrets.token_hex(4)}")
+    return path.with_name(
+        f".{path.name[:40]}.draft-{_machine()}-{os.getpid()}-{secrets.token_hex(4)}"
+    )
 
 
 @cache

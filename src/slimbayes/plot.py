@@ -48,23 +48,43 @@ def reliability(prediction: Prediction, target: Tensor, bins: int = _BINS) -> Fi
     """
     figure = empty_figure("reliability", 4.4, 4.8)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    upper.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--", label="calibrated")
+    upper.plot(
+        [0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--", label="calibrated"
+    )
     if prediction.discrete:
         found = calibration(prediction, target, bins, drop=0)
         full = found.count > 0
-        middles, accuracy = ((found.edges[1:] + found.edges[:-1]) / 2)[full], found.accuracy[full]
-        upper.bar(middles, accuracy, 0.92 / bins, color=BLUE, alpha=0.75, label="accuracy")
-        upper.plot(found.confidence[full], accuracy, "o", color=ORANGE, markersize=4, label="mean confidence")
+        middles, accuracy = (
+            ((found.edges[1:] + found.edges[:-1]) / 2)[full],
+            found.accuracy[full],
+        )
+        upper.bar(
+            middles, accuracy, 0.92 / bins, color=BLUE, alpha=0.75, label="accuracy"
+        )
+        upper.plot(
+            found.confidence[full],
+            accuracy,
+            "o",
+            color=ORANGE,
+            markersize=4,
+            label="mean confidence",
+        )
         lower.bar(middles, found.count[full], 0.92 / bins, color=GREY, alpha=0.75)
         title, across, up = f"ECE {found.ece:.3f}", "confidence", "accuracy"
     else:
         below = _distribution_function(prediction, target).flatten()
         levels = torch.linspace(0, 1, 101, dtype=torch.float64)
-        observed = torch.stack([((below - 0.5).abs() <= level / 2).double().mean() for level in levels])
+        observed = torch.stack(
+            [((below - 0.5).abs() <= level / 2).double().mean() for level in levels]
+        )
         upper.plot(levels, observed, color=BLUE, linewidth=1.8, label="targets inside")
         lower.hist(below, bins=bins, range=(0, 1), color=GREY, alpha=0.75)
         gap = float((observed - levels).abs().mean())
-        title, across, up = f"mean gap {gap:.3f}", "level of a central interval; below: F(y)", "share inside"
+        title, across, up = (
+            f"mean gap {gap:.3f}",
+            "level of a central interval; below: F(y)",
+            "share inside",
+        )
     upper.set_title(title, fontsize=10)
     upper.set(ylabel=up, ylim=(0, 1.02))
     upper.legend(frameon=False, fontsize=9, loc="upper left")
@@ -76,7 +96,9 @@ def reliability(prediction: Prediction, target: Tensor, bins: int = _BINS) -> Fi
 
 def _distribution_function(prediction: Prediction, target: Tensor) -> Tensor:
     """F(y) of each target under the predictive mixture of normals, (N, ...), in float64."""
-    prediction.log_prob(target)  # refuses targets that do not fit, and predictions without noise
+    prediction.log_prob(
+        target
+    )  # refuses targets that do not fit, and predictions without noise
     assert prediction.noise is not None
     values, scale = prediction.samples.double(), prediction.noise.double().sqrt()
     return mixture_below(target.double(), values, scale, prediction.weights).cpu()
@@ -97,9 +119,17 @@ def risk_coverage(prediction: Prediction, target: Tensor) -> Figure:
     """
     target = prediction.check_target(target)
     if prediction.discrete:
-        loss, sure = (prediction.label != target).flatten().double(), prediction.confidence.flatten()
+        loss, sure = (
+            (prediction.label != target).flatten().double(),
+            prediction.confidence.flatten(),
+        )
     else:  # of a row's targets together
-        loss = (target.double() - prediction.mean.double()).square().reshape(len(target), -1).mean(-1)
+        loss = (
+            (target.double() - prediction.mean.double())
+            .square()
+            .reshape(len(target), -1)
+            .mean(-1)
+        )
         sure = -prediction.total.reshape(len(target), -1).sum(-1)
     loss = surest_first(sure.cpu(), loss.cpu())[1]
     count = torch.arange(1, len(loss) + 1)
@@ -107,8 +137,12 @@ def risk_coverage(prediction: Prediction, target: Tensor) -> Figure:
     risk, of = (risk, "error rate") if prediction.discrete else (risk.sqrt(), "RMSE")
     figure = empty_figure("risk_coverage", 4.8, 3.6)
     panel: Any = figure.subplots()
-    panel.plot(count / len(loss), risk, color=BLUE, linewidth=1.8, label="surest rows first")
-    panel.axhline(float(risk[-1]), color=GREY, linewidth=1, linestyle="--", label="in any order")
+    panel.plot(
+        count / len(loss), risk, color=BLUE, linewidth=1.8, label="surest rows first"
+    )
+    panel.axhline(
+        float(risk[-1]), color=GREY, linewidth=1, linestyle="--", label="in any order"
+    )
     panel.set(xlabel="coverage: share of rows answered", ylabel=of, xlim=(0, 1.02))
     panel.set_ylim(bottom=0)
     panel.legend(frameon=False, fontsize=9)
@@ -130,7 +164,10 @@ def disagreement(prediction: Prediction) -> Figure:
             "Members can disagree if there are at least two, got 1: take a method with members, as Rank1(members=4)."
         )
     if prediction.discrete:
-        labels, name = members.argmax(-1).flatten(1), "share of rows with different labels"
+        labels, name = (
+            members.argmax(-1).flatten(1),
+            "share of rows with different labels",
+        )
         apart = torch.stack([(labels != row).double().mean(1) for row in labels])
     else:
         values, name = members.double().flatten(1), "RMS difference of means"
@@ -143,7 +180,15 @@ def disagreement(prediction: Prediction) -> Figure:
         for i, row in enumerate(apart.tolist()):
             for j, value in enumerate(row):
                 colour = "black" if value > middle else "white"
-                panel.text(j, i, f"{value:.2g}", ha="center", va="center", fontsize=8, color=colour)
+                panel.text(
+                    j,
+                    i,
+                    f"{value:.2g}",
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color=colour,
+                )
     ticks = range(len(apart))[:: math.ceil(len(apart) / 10)]
     panel.set(xticks=ticks, yticks=ticks, xlabel="member", ylabel="member")
     figure.colorbar(image, ax=panel, label=name)
@@ -168,11 +213,19 @@ def posterior_scales(model: nn.Module, most: int = 40) -> Figure:
     """
     boxes = _ratios(model)
     if not boxes:
-        raise ValueError("posterior_scales found no posterior with scales and a prior that has one, too.")
+        raise ValueError(
+            "posterior_scales found no posterior with scales and a prior that has one, too."
+        )
     names = list(boxes)[:most]
     figure = empty_figure("posterior_scales", 6.4, 1.1 + 0.3 * len(names))
     panel: Any = figure.subplots()
-    look = {"orientation": "horizontal", "whis": (1, 99), "showfliers": False, "patch_artist": True, "widths": 0.6}
+    look = {
+        "orientation": "horizontal",
+        "whis": (1, 99),
+        "showfliers": False,
+        "patch_artist": True,
+        "widths": 0.6,
+    }
     shapes = panel.boxplot([boxes[name].numpy() for name in reversed(names)], **look)
     for box in shapes["boxes"]:
         box.set(facecolor=BLUE, alpha=0.5, linewidth=0.8)
@@ -193,5 +246,7 @@ def _ratios(model: nn.Module) -> dict[str, Tensor]:
     for posterior in posteriors_of(model):
         ratios = posterior.against_prior()
         if ratios:
-            found[str(posterior.name)] = torch.cat([r.flatten().double().cpu() for _, r in ratios])
+            found[str(posterior.name)] = torch.cat(
+                [r.flatten().double().cpu() for _, r in ratios]
+            )
     return found

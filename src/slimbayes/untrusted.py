@@ -18,7 +18,9 @@ from typing import Any
 
 from slimbayes.errors import brief, cut
 
-LIMIT = 64 << 20  # bytes: a record with a thousand curves and all its pictures has a few million
+LIMIT = (
+    64 << 20
+)  # bytes: a record with a thousand curves and all its pictures has a few million
 DEPTH = 64  # mappings and lists inside one another; ours have ten at most
 _KINDS = {
     stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
@@ -41,7 +43,11 @@ def read_file(path: Path, limit: float = LIMIT) -> bytes:
         opened = os.fstat(handle)  # names can be swapped meanwhile
         check_regular(path, opened.st_mode)
         if opened.st_size > limit:
-            raise OSError(errno.EFBIG, f"it has more than the {limit:,} bytes that such a file may have", str(path))
+            raise OSError(
+                errno.EFBIG,
+                f"it has more than the {limit:,} bytes that such a file may have",
+                str(path),
+            )
         return file.read(opened.st_size)
 
 
@@ -85,7 +91,9 @@ def check_form(value: Any, form: Any, place: str = "") -> None:
         ValueError: layers.1 must be str, got 3
     """
     needed: Any = type(form) if isinstance(form, list | dict) else form
-    if not isinstance(value, needed) or (needed is not object and isinstance(value, bool)):
+    if not isinstance(value, needed) or (
+        needed is not object and isinstance(value, bool)
+    ):
         name = getattr(needed, "__name__", "int or null")
         raise ValueError(f"{place or 'the whole'} must be {name}, got {brief(value)}")
     if isinstance(form, list):
@@ -102,7 +110,13 @@ def check_form(value: Any, form: Any, place: str = "") -> None:
 
 
 def _inside(value: Any) -> Any:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list)
+        else ()
+    )
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -36,7 +36,9 @@ class Target(NamedTuple):
     layer: nn.Module
     weight: Any
     bias: Any
-    spread: Callable[[Tensor, Tensor], Tensor]  # factors r (rank, out), s (rank, in) as one number for each weight
+    spread: Callable[
+        [Tensor, Tensor], Tensor
+    ]  # factors r (rank, out), s (rank, in) as one number for each weight
     block: int
     row: int
 
@@ -54,7 +56,9 @@ class Answers:
     picks = False  # whether draws are among finitely many
     spelled = True  # whether a draw is a weight: not where activations are drawn, or perturbed
     exact = False  # whether a neutral draw by itself is the plain output to the bit
-    rowwise = False  # whether rows of a block may differ though the noise is the block's
+    rowwise = (
+        False  # whether rows of a block may differ though the noise is the block's
+    )
     tolerance = (1e-9, 1e-10)
 
     def __init__(self, config: Any) -> None:
@@ -114,8 +118,13 @@ class Factors(Answers):
 
     def count(self, x: Matrix) -> int:
         drawn = self.config.random if self.random else ""
-        numbers = x.n_in * (2 if drawn in ("s", "both") else 1) + x.n_out * (2 if drawn in ("r", "both") else 1)
-        return self.config.members * self.config.rank * numbers + (self.config.members - 1) * x.n_out * x.bias
+        numbers = x.n_in * (2 if drawn in ("s", "both") else 1) + x.n_out * (
+            2 if drawn in ("r", "both") else 1
+        )
+        return (
+            self.config.members * self.config.rank * numbers
+            + (self.config.members - 1) * x.n_out * x.bias
+        )
 
     def write(self, to: Target, posterior: Any) -> Tensor | None:
         drawn, line = posterior.values(), to.line(posterior)
@@ -166,20 +175,34 @@ class Gaussian(Answers):
         linear = layer.linear_map(site)
         free = _free(layer, linear)
         q = sb.Normal(linear.weight[free], posterior.log_scale().exp()[free])
-        found: list[Density] = [(q, posterior.prior, partial(_to_prior_weights, linear, posterior))]
+        found: list[Density] = [
+            (q, posterior.prior, partial(_to_prior_weights, linear, posterior))
+        ]
         if posterior.bias_log_scale is not None:
-            found.append((sb.Normal(linear.bias, posterior.bias_log_scale.exp()), posterior.prior, _nothing))
+            found.append(
+                (
+                    sb.Normal(linear.bias, posterior.bias_log_scale.exp()),
+                    posterior.prior,
+                    _nothing,
+                )
+            )
         return found
 
 
 def _to_prior_weights(linear: Any, posterior: Any) -> None:
     with torch.no_grad():
-        for mean in (linear.weight, linear.bias) if posterior.bias_log_scale is not None else (linear.weight,):
+        for mean in (
+            (linear.weight, linear.bias)
+            if posterior.bias_log_scale is not None
+            else (linear.weight,)
+        ):
             mean.zero_()
     for name, parameter in posterior.named_parameters():
         ranks = parameter.shape[1] if name in ("log_u", "log_v") else 1
         share = 0.5 if name in ("log_u", "log_v") else 1.0
-        nn.init.constant_(parameter, share * (math.log(posterior.prior.scale) - math.log(ranks)))
+        nn.init.constant_(
+            parameter, share * (math.log(posterior.prior.scale) - math.log(ranks))
+        )
 
 
 class Radial(Answers):
@@ -189,7 +212,13 @@ class Radial(Answers):
     def densities(self, posterior: Any, layer: Any, site: str) -> list[Density]:
         linear = layer.linear_map(site)
         free = _free(layer, linear)
-        return [(RadialDensity(linear.weight[free], posterior.scale()[free]), posterior.prior, _nothing)]
+        return [
+            (
+                RadialDensity(linear.weight[free], posterior.scale()[free]),
+                posterior.prior,
+                _nothing,
+            )
+        ]
 
 
 class RadialDensity:
@@ -199,14 +228,23 @@ class RadialDensity:
         self.loc, self.scale = loc, scale
 
     def rsample(self, noise: Tensor) -> Tensor:
-        return self.loc + self.scale * noise / noise.norm(dim=1, keepdim=True) * torch.randn(len(noise), 1)
+        return self.loc + self.scale * noise / noise.norm(
+            dim=1, keepdim=True
+        ) * torch.randn(len(noise), 1)
 
     def log_prob(self, x: Tensor) -> Tensor:
         """log q(x) in equal shares for each weight, (n, D)."""
-        size, length = x.shape[1], ((x - self.loc) / self.scale).norm(dim=1, keepdim=True)
-        sphere = math.log(2) + 0.5 * size * math.log(math.pi) - math.lgamma(0.5 * size)  # area of the unit sphere
+        size, length = (
+            x.shape[1],
+            ((x - self.loc) / self.scale).norm(dim=1, keepdim=True),
+        )
+        sphere = (
+            math.log(2) + 0.5 * size * math.log(math.pi) - math.lgamma(0.5 * size)
+        )  # area of the unit sphere
         half_normal = math.log(2) + sb.Normal(0.0, 1.0).log_prob(length)
-        joint = half_normal - sphere - (size - 1) * length.log() - self.scale.log().sum()
+        joint = (
+            half_normal - sphere - (size - 1) * length.log() - self.scale.log().sum()
+        )
         return joint.expand_as(x) / size
 
 
@@ -229,8 +267,16 @@ class Correlated(Answers):
         def draw(noise: Tensor) -> Tensor:
             return posterior.site.from_matrix(posterior.spread(noise * kept))[0][free]
 
-        jacobian = torch.autograd.functional.jacobian(draw, torch.zeros(1, *posterior.site.matrix)).flatten(1).double()
-        q = torch.distributions.MultivariateNormal(weight[free].double(), jacobian @ jacobian.T)
+        jacobian = (
+            torch.autograd.functional.jacobian(
+                draw, torch.zeros(1, *posterior.site.matrix)
+            )
+            .flatten(1)
+            .double()
+        )
+        q = torch.distributions.MultivariateNormal(
+            weight[free].double(), jacobian @ jacobian.T
+        )
         return [(Shared(q), posterior.prior, _nothing)]
 
 
@@ -244,7 +290,9 @@ class JointNormal(Answers):
         size += x.n_out * x.bias * (config.over in ("weights", "both+bias"))
         offsets = (config.members - 1) * x.n_out * x.bias
         means = 0 if over_weights else config.members * (x.n_in + x.n_out) + offsets
-        return means + config.members * (size + size * (size - 1) // 2 * (size <= config.full_up_to))
+        return means + config.members * (
+            size + size * (size - 1) // 2 * (size <= config.full_up_to)
+        )
 
     def write(self, to: Target, posterior: Any) -> Tensor | None:
         if self.config.over != "weights":
@@ -255,11 +303,24 @@ class JointNormal(Answers):
 
     def densities(self, posterior: Any, layer: Any, site: str) -> list[Density]:
         free = torch.ones(posterior.size, dtype=torch.bool)
-        if posterior.site.kind == "table" and posterior.regularises_mean and layer.padding_idx is not None:
+        if (
+            posterior.site.kind == "table"
+            and posterior.regularises_mean
+            and layer.padding_idx is not None
+        ):
             free[: posterior.site.shape[1]] = layer.padding_idx != 0
-        loc, covariance = posterior.means().detach()[:, free], posterior.covariance().detach()[:, free][:, :, free]
+        loc, covariance = (
+            posterior.means().detach()[:, free],
+            posterior.covariance().detach()[:, free][:, :, free],
+        )
         prior = type(posterior.prior)(posterior.locs(), posterior.prior.scale)
-        return [(Shared(torch.distributions.MultivariateNormal(loc, covariance)), prior, _nothing)]
+        return [
+            (
+                Shared(torch.distributions.MultivariateNormal(loc, covariance)),
+                prior,
+                _nothing,
+            )
+        ]
 
     def neutral(self, posterior: Any, linear: Any) -> None:
         super().neutral(posterior, linear)
@@ -290,20 +351,30 @@ class Flow(Answers):
 
     def write(self, to: Target, posterior: Any) -> Tensor | None:
         line, size = to.line(posterior), to.weight.numel()
-        moved = FlowDensity(posterior, to.weight, to.bias).moved(posterior.noise.block[line : line + 1])[0]
+        moved = FlowDensity(posterior, to.weight, to.bias).moved(
+            posterior.noise.block[line : line + 1]
+        )[0]
         to.weight.copy_(moved[:size].view_as(to.weight))
         return None if to.bias is None else moved[size:].view_as(to.bias) - to.bias
 
     def densities(self, posterior: Any, layer: Any, site: str) -> list[Density]:
         linear = layer.linear_map(site)
-        return [(FlowDensity(posterior, linear.weight, linear.bias), sb.Normal(0.0, 1.0), _nothing)]
+        return [
+            (
+                FlowDensity(posterior, linear.weight, linear.bias),
+                sb.Normal(0.0, 1.0),
+                _nothing,
+            )
+        ]
 
 
 class FlowDensity:
     """Of weight and bias (D,), at the latest draws."""
 
     def __init__(self, posterior: Any, weight: Tensor, bias: Tensor | None) -> None:
-        self.loc = torch.cat([t.detach().flatten() for t in (weight, bias) if t is not None])
+        self.loc = torch.cat(
+            [t.detach().flatten() for t in (weight, bias) if t is not None]
+        )
         self.posterior, self.log_q = posterior, torch.empty(0)
 
     def _flow(self, noise: Tensor) -> Tensor:
@@ -336,7 +407,9 @@ class Picks(Answers):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        shared = isinstance(config, sb.ModelPatch) and not (config.cross or config.learn_probs)
+        shared = isinstance(config, sb.ModelPatch) and not (
+            config.cross or config.learn_probs
+        )
         self.random = getattr(config, "assignment", "") != "model"
         self.exact = not self.random or (shared and config.draws != "example")
 
@@ -350,15 +423,24 @@ class Picks(Answers):
         kept = float(1 - posterior.probs[-1]) if config.zero else 1.0
         if config.assignment == "input":
             mask = (drawn.weight[line] == 0).double() / kept
-            to.weight.mul_(to.spread(torch.ones(1, posterior.site.n_out).double(), mask[None]))
+            to.weight.mul_(
+                to.spread(torch.ones(1, posterior.site.n_out).double(), mask[None])
+            )
             return None
-        sides = (to.weight, posterior.weight, drawn.weight, 0), (to.bias, posterior.bias, drawn.bias, to.weight.numel())
+        sides = (
+            (to.weight, posterior.weight, drawn.weight, 0),
+            (to.bias, posterior.bias, drawn.bias, to.weight.numel()),
+        )
         for target, others, z, start in sides:
             if target is None or (target is to.bias and config.zero):
                 continue
             own = target.clone()
             for flat, place in enumerate(_places(target)):
-                k = _picked(drawn, z[line], place, start + flat) if others is not None or config.zero else 0
+                k = (
+                    _picked(drawn, z[line], place, start + flat)
+                    if others is not None or config.zero
+                    else 0
+                )
                 if config.zero:
                     target[place] = own[place] / kept if k == 0 else 0.0
                 elif k:
@@ -373,19 +455,26 @@ class Picks(Answers):
         if posterior.config.zero:
             posterior.probs.copy_(torch.tensor([1.0, 0.0]))
         with torch.no_grad():
-            for others, own in ((posterior.weight, linear.weight), (posterior.bias, linear.bias)):
+            for others, own in (
+                (posterior.weight, linear.weight),
+                (posterior.bias, linear.bias),
+            ):
                 if others is not None:
                     others.copy_(own)
 
 
 def _places(target: Tensor) -> list[tuple[int, ...]]:
-    places = torch.cartesian_prod(*(torch.arange(n) for n in target.shape)).view(-1, target.dim())
+    places = torch.cartesian_prod(*(torch.arange(n) for n in target.shape)).view(
+        -1, target.dim()
+    )
     return [tuple(place) for place in places.tolist()]
 
 
 def _picked(drawn: Any, z: Tensor, place: tuple[int, ...], flat: int) -> int:
     z = z.argmax(0) if z.is_floating_point() else z  # one-hot along the first axis
-    if drawn.mixed is not None and z.dim():  # of scales and biases of a norm, side by side
+    if (
+        drawn.mixed is not None and z.dim()
+    ):  # of scales and biases of a norm, side by side
         return int(z[flat])
     return int(z if z.dim() == 0 else z[place])
 
@@ -431,7 +520,11 @@ class Members(Answers):
         return None
 
     def neutral(self, posterior: Any, linear: Any) -> None:
-        own = {n: t for n, t in posterior.layer.state_dict().items() if not n.startswith("posterior.")}
+        own = {
+            n: t
+            for n, t in posterior.layer.state_dict().items()
+            if not n.startswith("posterior.")
+        }
         for other in posterior.others:
             other.load_state_dict(own)
 
@@ -446,7 +539,9 @@ class MemberNorm(Answers):
 
     def write(self, to: Target, posterior: Any) -> Tensor | None:
         if to.block % 2:
-            to.layer.load_state_dict({n: t[0] for n, t in posterior.state_dict().items()})
+            to.layer.load_state_dict(
+                {n: t[0] for n, t in posterior.state_dict().items()}
+            )
         return None
 
     def vary(self, posterior: Any) -> None:

@@ -22,7 +22,9 @@ from slimbayes.contrib.lightning import BayesModule
 
 pytestmark = [
     # The Trainer's hints about workers, intervals and devices.
-    pytest.mark.filterwarnings("ignore::lightning_fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::lightning_fabric.utilities.warnings.PossibleUserWarning"
+    ),
     pytest.mark.filterwarnings(
         "ignore:.*(does not have many workers|GPU available|tensorboard|isinstance\\(treespec|Checkpoint directory):"
     ),
@@ -42,7 +44,10 @@ def loader(rows: int = 240, batch: int = 40, real: bool = False) -> Any:
 
 def network(config: Any = None, out: int = 3) -> nn.Module:
     torch.manual_seed(0)
-    return sb.bayesianize(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, out)), config or sb.Rank1(members=2))
+    return sb.bayesianize(
+        nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, out)),
+        config or sb.Rank1(members=2),
+    )
 
 
 def trainer(folder: Path, epochs: int, **options: Any) -> pl.Trainer:
@@ -61,12 +66,17 @@ class Losses(pl.Callback):
         self.rows: list[dict[str, float]] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.rows.append({n: float(trainer.callback_metrics[n]) for n in ("loss", "nll", "kl")})
+        self.rows.append(
+            {n: float(trainer.callback_metrics[n]) for n in ("loss", "nll", "kl")}
+        )
 
 
 @pytest.mark.slow
 def test_it_learns_judges_and_predicts(tmp_path: Path) -> None:
-    module, seen = BayesModule(network(), num_data=240, optimizer=fast, predict_draws=4), Losses()
+    module, seen = (
+        BayesModule(network(), num_data=240, optimizer=fast, predict_draws=4),
+        Losses(),
+    )
     runs = trainer(tmp_path, 15, callbacks=[seen])
     runs.fit(module, loader(), loader())
     losses = [row["loss"] for row in seen.rows]
@@ -76,30 +86,47 @@ def test_it_learns_judges_and_predicts(tmp_path: Path) -> None:
     (tested,) = runs.test(module, loader(), verbose=False)
     assert tested.keys() == {"test_nll", "test_accuracy", "test_brier", "test_ece"}
     predictions = runs.predict(module, loader())
-    assert [type(p) for p in predictions] == [sb.Prediction] * 6 and predictions[0].count == 8
+    assert [type(p) for p in predictions] == [sb.Prediction] * 6 and predictions[
+        0
+    ].count == 8
     # Logged scores are those of all rows at once, not means over batches: each row counts once.
     torch.manual_seed(5)
     whole = sb.predict(module.model, blobs()[0], draws=256)
-    assert tested["test_nll"] == pytest.approx(-whole.log_prob(blobs()[1]).mean().item(), abs=0.05)
+    assert tested["test_nll"] == pytest.approx(
+        -whole.log_prob(blobs()[1]).mean().item(), abs=0.05
+    )
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_the_kl_is_scaled_once(tmp_path: Path, accumulate: int) -> None:
     """The gradient that the optimizer sees is that of mean nll + weight KL / N, however batches are cut."""
-    module, before = BayesModule(network(), num_data=1000, kl_schedule=lambda step: 0.25, seed=3), network()
+    module, before = (
+        BayesModule(network(), num_data=1000, kl_schedule=lambda step: 0.25, seed=3),
+        network(),
+    )
     grads: list[dict[str, Tensor]] = []
 
     class Look(pl.Callback):
-        def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
-            grads.append({n: p.grad.clone() for n, p in module.model.named_parameters()})
+        def on_before_optimizer_step(
+            self, trainer: pl.Trainer, module: Any, optimizer: Any
+        ) -> None:
+            grads.append(
+                {n: p.grad.clone() for n, p in module.model.named_parameters()}
+            )
 
     seen = Losses()
     trainer(
-        tmp_path, 1, callbacks=[Look(), seen], accumulate_grad_batches=accumulate, limit_train_batches=accumulate
+        tmp_path,
+        1,
+        callbacks=[Look(), seen],
+        accumulate_grad_batches=accumulate,
+        limit_train_batches=accumulate,
     ).fit(module, loader())
     expected = sb.kl(before) / 1000
     assert seen.rows[0]["kl"] == pytest.approx(expected.item(), rel=1e-6)
-    assert seen.rows[0]["loss"] == pytest.approx(seen.rows[0]["nll"] + 0.25 * expected.item(), rel=1e-6)
+    assert seen.rows[0]["loss"] == pytest.approx(
+        seen.rows[0]["nll"] + 0.25 * expected.item(), rel=1e-6
+    )
     from slimbayes.lab.execution import seed_everything
 
     x, y = blobs()
@@ -126,11 +153,20 @@ def test_the_schedule_counts_optimizer_steps(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_real_targets(tmp_path: Path) -> None:
-    module = BayesModule(network(sb.MeanField(), out=1), num_data=240, likelihood="gaussian", optimizer=fast, noise=0.5)
+    module = BayesModule(
+        network(sb.MeanField(), out=1),
+        num_data=240,
+        likelihood="gaussian",
+        optimizer=fast,
+        noise=0.5,
+    )
     runs = trainer(tmp_path, 20)
     runs.fit(module, loader(real=True))
     (tested,) = runs.test(module, loader(real=True), verbose=False)
-    assert tested.keys() == {"test_rmse", "test_lpd", "test_crps"} and tested["test_rmse"] < 1.5
+    assert (
+        tested.keys() == {"test_rmse", "test_lpd", "test_crps"}
+        and tested["test_rmse"] < 1.5
+    )
 
 
 def test_outputs_may_be_among_others_as_in_predict() -> None:
@@ -144,10 +180,14 @@ def test_outputs_may_be_among_others_as_in_predict() -> None:
 
     model, (x, y) = sb.bayesianize(Named(), sb.BatchEnsemble(members=2)), blobs(12)
     expected = sb.categorical(sb.sample(model, x)["logits"], y)
-    torch.testing.assert_close(BayesModule(model, num_data=12).terms(x, y).nll, expected)
+    torch.testing.assert_close(
+        BayesModule(model, num_data=12).terms(x, y).nll, expected
+    )
 
 
-def test_probabilities_for_labels_are_judged_by_their_cross_entropy(tmp_path: Path) -> None:
+def test_probabilities_for_labels_are_judged_by_their_cross_entropy(
+    tmp_path: Path,
+) -> None:
     x, y = blobs()
     soft = 0.8 * nn.functional.one_hot(y, 3) + 0.2 / 3
     model = network(sb.BatchEnsemble(members=2))
@@ -163,14 +203,22 @@ def test_probabilities_for_labels_are_judged_by_their_cross_entropy(tmp_path: Pa
 def test_targets_that_train_are_judged(case: str, tmp_path: Path) -> None:
     x, y = blobs()
     binary = case != "some without a label"
-    y = (y == 0).float() if binary else torch.where(torch.arange(len(y)) % 3 == 0, -100, y)
+    y = (
+        (y == 0).float()
+        if binary
+        else torch.where(torch.arange(len(y)) % 3 == 0, -100, y)
+    )
     rows = DataLoader(TensorDataset(x, y[:, None] if binary else y), batch_size=60)
     model = network(sb.BatchEnsemble(members=2), out=1 if binary else 3)
-    module = BayesModule(model, 240, "bernoulli" if binary else "categorical", predict_draws=1)
+    module = BayesModule(
+        model, 240, "bernoulli" if binary else "categorical", predict_draws=1
+    )
     runs = trainer(tmp_path, 1)
     runs.fit(module, rows)
     (tested,) = runs.test(module, rows, verbose=False)
-    chance = sb.predict(model, x, likelihood=module.likelihood).member_probs.mean(0).double()
+    chance = (
+        sb.predict(model, x, likelihood=module.likelihood).member_probs.mean(0).double()
+    )
     chance = torch.stack([1 - chance, chance], 1) if binary else chance
     kept = y != -100
     slow = -chance[kept].gather(1, y[kept].long()[:, None]).log().mean()
@@ -180,12 +228,22 @@ def test_targets_that_train_are_judged(case: str, tmp_path: Path) -> None:
 def test_groups_and_schedulers_are_passed_on() -> None:
     def both(groups: list[dict[str, Any]]) -> dict[str, Any]:
         optimizer = torch.optim.SGD(groups, lr=0.1)
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        }
 
-    made = BayesModule(network(), num_data=9, optimizer=both, weight_decay=0.3).configure_optimizers()
-    assert [group["weight_decay"] for group in made["optimizer"].param_groups] == [0.3, 0.0]
+    made = BayesModule(
+        network(), num_data=9, optimizer=both, weight_decay=0.3
+    ).configure_optimizers()
+    assert [group["weight_decay"] for group in made["optimizer"].param_groups] == [
+        0.3,
+        0.0,
+    ]
     usual = BayesModule(network(), num_data=9).configure_optimizers()
-    assert isinstance(usual, torch.optim.AdamW) and {group["lr"] for group in usual.param_groups} == {1e-3}
+    assert isinstance(usual, torch.optim.AdamW) and {
+        group["lr"] for group in usual.param_groups
+    } == {1e-3}
 
 
 def test_wrong_arguments() -> None:
@@ -199,11 +257,17 @@ def test_wrong_arguments() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [7, None])
-def test_resuming_at_an_epoch_s_end_is_exact_with_a_seed_and_a_fixed_order(tmp_path: Path, seed: int | None) -> None:
+def test_resuming_at_an_epoch_s_end_is_exact_with_a_seed_and_a_fixed_order(
+    tmp_path: Path, seed: int | None
+) -> None:
     def train(epochs: int, name: str, start: Path | None = None) -> dict[str, Tensor]:
         module = BayesModule(network(), num_data=240, optimizer=fast, seed=seed)
-        keep = pl.callbacks.ModelCheckpoint(tmp_path / name, save_last=True, save_top_k=0)
-        trainer(tmp_path, epochs, callbacks=[keep], enable_checkpointing=True).fit(module, loader(), ckpt_path=start)
+        keep = pl.callbacks.ModelCheckpoint(
+            tmp_path / name, save_last=True, save_top_k=0
+        )
+        trainer(tmp_path, epochs, callbacks=[keep], enable_checkpointing=True).fit(
+            module, loader(), ckpt_path=start
+        )
         return module.model.state_dict()
 
     whole = train(4, "whole")
@@ -215,7 +279,8 @@ def test_resuming_at_an_epoch_s_end_is_exact_with_a_seed_and_a_fixed_order(tmp_p
 
 def test_with_the_lightning_package_too() -> None:
     pytest.importorskip(
-        "lightning", reason="the `lightning` package is not installed; pytorch_lightning is tested above"
+        "lightning",
+        reason="the `lightning` package is not installed; pytorch_lightning is tested above",
     )
     code = (
         "import lightning as L; from slimbayes.contrib.lightning import BayesModule; "
@@ -243,7 +308,9 @@ if trainer.global_rank == 0:
 """
 
 
-@pytest.mark.skipif(not os.environ.get("SLIMBAYES_SLOW"), reason="takes a minute; set SLIMBAYES_SLOW=1")
+@pytest.mark.skipif(
+    not os.environ.get("SLIMBAYES_SLOW"), reason="takes a minute; set SLIMBAYES_SLOW=1"
+)
 def test_two_processes_take_the_step_of_one(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
@@ -251,7 +318,15 @@ def test_two_processes_take_the_step_of_one(tmp_path: Path) -> None:
     for devices in (1, 2):
         file = tmp_path / f"{devices}.pt"
         subprocess.run(
-            [sys.executable, str(script), str(Path(__file__).parent), str(file), str(devices)], check=True, timeout=120
+            [
+                sys.executable,
+                str(script),
+                str(Path(__file__).parent),
+                str(file),
+                str(devices),
+            ],
+            check=True,
+            timeout=120,
         )
         found.append(torch.load(file, weights_only=True))
     # A KL counted twice would pull twice as hard; rows are dealt out differently, so weights agree only roughly.
@@ -263,8 +338,13 @@ def test_two_processes_take_the_step_of_one(tmp_path: Path) -> None:
 def test_members_of_an_ensemble_train_as_they_would_alone(tmp_path: Path) -> None:
     """Six steps of SGD with the sum of the members' losses: each ends where its network does by itself."""
     model = network(sb.Ensemble(members=3))
-    alone = [sb.debayesianize(copy.deepcopy(model)), *(copy.deepcopy(m) for m in model.posterior["members"].others)]
-    module = BayesModule(model, num_data=240, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
+    alone = [
+        sb.debayesianize(copy.deepcopy(model)),
+        *(copy.deepcopy(m) for m in model.posterior["members"].others),
+    ]
+    module = BayesModule(
+        model, num_data=240, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1)
+    )
     trainer(tmp_path, 1).fit(module, loader())
     after = [sb.debayesianize(copy.deepcopy(model)), *model.posterior["members"].others]
     for plain, member in zip(alone, after, strict=True):
@@ -274,4 +354,6 @@ def test_members_of_an_ensemble_train_as_they_would_alone(tmp_path: Path) -> Non
             nn.functional.cross_entropy(plain(x), y).backward()
             optimizer.step()
         for name, parameter in plain.named_parameters():
-            torch.testing.assert_close(member.get_parameter(name), parameter, rtol=0, atol=1e-6)
+            torch.testing.assert_close(
+                member.get_parameter(name), parameter, rtol=0, atol=1e-6
+            )

@@ -19,7 +19,9 @@ from slimbayes.convert.checkpoint import read_config
 
 def plain() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3)
+    )
 
 
 @pytest.fixture
@@ -28,7 +30,11 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_holds_the_posterior_alone_in_the_named_files(saved: Path) -> None:
-    assert sorted(p.name for p in saved.iterdir()) == ["config.json", "manifest.json", "posterior.safetensors"]
+    assert sorted(p.name for p in saved.iterdir()) == [
+        "config.json",
+        "manifest.json",
+        "posterior.safetensors",
+    ]
     from safetensors import safe_open
 
     with safe_open(saved / "posterior.safetensors", "pt") as file:
@@ -45,9 +51,10 @@ def test_every_bit_flip_and_truncation_is_refused(saved: Path) -> None:
         data = (saved / name).read_bytes()
         bits = [chance.randrange(len(data) * 8) for _ in range(300)]
         cuts = [chance.randrange(len(data)) for _ in range(30)]
-        damaged = [data[: b // 8] + bytes([data[b // 8] ^ 1 << b % 8]) + data[b // 8 + 1 :] for b in bits] + [
-            data[:c] for c in cuts
-        ]
+        damaged = [
+            data[: b // 8] + bytes([data[b // 8] ^ 1 << b % 8]) + data[b // 8 + 1 :]
+            for b in bits
+        ] + [data[:c] for c in cuts]
         for bad in damaged:
             if name == "manifest.json" and _same_json(bad, data):
                 continue  # a flip in white space
@@ -68,16 +75,26 @@ def _same_json(one: bytes, two: bytes) -> bool:
 
 def test_a_file_of_another_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
     torch.manual_seed(9)
-    other = sb.save(sb.bayesianize(plain(), sb.Rank1(members=2, scale_init=0.3)), tmp_path / "other")
-    (saved / "posterior.safetensors").write_bytes((other / "posterior.safetensors").read_bytes())
-    with pytest.raises(sb.CheckpointError, match=r"posterior\.safetensors is damaged: its sha256 differs"):
+    other = sb.save(
+        sb.bayesianize(plain(), sb.Rank1(members=2, scale_init=0.3)), tmp_path / "other"
+    )
+    (saved / "posterior.safetensors").write_bytes(
+        (other / "posterior.safetensors").read_bytes()
+    )
+    with pytest.raises(
+        sb.CheckpointError,
+        match=r"posterior\.safetensors is damaged: its sha256 differs",
+    ):
         sb.load(plain(), saved)
 
 
 def test_a_newer_format_is_named(saved: Path) -> None:
     manifest = json.loads((saved / "manifest.json").read_text())
     (saved / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(sb.CheckpointError, match="has format 99; this version of slimbayes reads format 1"):
+    with pytest.raises(
+        sb.CheckpointError,
+        match="has format 99; this version of slimbayes reads format 1",
+    ):
         sb.load(plain(), saved)
 
 
@@ -110,7 +127,9 @@ def test_a_config_can_name_only_known_methods(saved: Path, method: str) -> None:
     assert type(base[0]) is nn.Conv2d
 
 
-def test_a_pickle_in_place_of_tensors_is_refused_unread(saved: Path, tmp_path: Path) -> None:
+def test_a_pickle_in_place_of_tensors_is_refused_unread(
+    saved: Path, tmp_path: Path
+) -> None:
     import pickle
 
     class Canary:
@@ -126,7 +145,10 @@ def test_a_pickle_in_place_of_tensors_is_refused_unread(saved: Path, tmp_path: P
 def test_other_base_weights_are_refused_unless_meant(saved: Path) -> None:
     other = plain()
     nn.init.zeros_(other[3].bias)
-    with pytest.raises(sb.CheckpointError, match="right shapes but other weights .* check_base='structure'"):
+    with pytest.raises(
+        sb.CheckpointError,
+        match="right shapes but other weights .* check_base='structure'",
+    ):
         sb.load(other, saved)
     assert type(other[0]) is nn.Conv2d
     assert type(sb.load(other, saved, check_base="structure")[0]) is not nn.Conv2d
@@ -140,8 +162,13 @@ def test_running_statistics_count_as_base_weights(saved: Path) -> None:
 
 
 def test_another_architecture_is_named_layer_by_layer(saved: Path) -> None:
-    other = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 5))
-    with pytest.raises(sb.CheckpointError, match=r"3\.bias is \[5\] but \[3\] is wanted; 3\.weight is \[5, 16\]"):
+    other = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 5)
+    )
+    with pytest.raises(
+        sb.CheckpointError,
+        match=r"3\.bias is \[5\] but \[3\] is wanted; 3\.weight is \[5, 16\]",
+    ):
         sb.load(other, saved)
     with pytest.raises(sb.CheckpointError, match=r"not the one.*it lacks 1\.bias"):
         sb.load(nn.Sequential(nn.Linear(3, 3)), saved)
@@ -178,29 +205,45 @@ def test_base_weights_travel_when_asked_and_tied_ones_once(tmp_path: Path) -> No
     path = sb.save(model, tmp_path / "posterior", base=True)
     again = sb.load(Tied(), path)  # other weights: the checkpoint brings its own
     assert again.head.weight is again.embed.weight
-    assert again.head.posterior["weight"] is again.embed.posterior["weight"]  # one weight, one posterior
+    assert (
+        again.head.posterior["weight"] is again.embed.posterior["weight"]
+    )  # one weight, one posterior
     assert torch.equal(again.embed.weight, model.embed.weight)
     assert (path / "base.safetensors").stat().st_size < 2 * 20 * 8 * 4
 
 
 def test_mixed_methods_and_layouts_come_back(tmp_path: Path) -> None:
-    base = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3), "c": nn.Linear(3, 3)})
+    base = nn.ModuleDict(
+        {"a": nn.Linear(3, 3), "b": nn.Linear(3, 3), "c": nn.Linear(3, 3)}
+    )
     model = sb.bayesianize(
         copy.deepcopy(base),
-        {"a": sb.Rank1(members=2, prior=sb.Cauchy(1.0, 0.01)), "b": sb.BatchEnsemble(members=3)},
+        {
+            "a": sb.Rank1(members=2, prior=sb.Cauchy(1.0, 0.01)),
+            "b": sb.BatchEnsemble(members=3),
+        },
         batch_dim=1,
     )
     again = sb.load(base, sb.save(model, tmp_path / "posterior"))
     assert again._slimbayes.batch_dim == 1 and type(again.c) is nn.Linear
-    assert [d.config for d in again._slimbayes.decisions] == [d.config for d in model._slimbayes.decisions]
-    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
+    assert [d.config for d in again._slimbayes.decisions] == [
+        d.config for d in model._slimbayes.decisions
+    ]
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            again.state_dict().values(), model.state_dict().values(), strict=True
+        )
+    )
 
 
 class Crash(BaseException):
     """Stands for a kill: nothing in the library may catch it."""
 
 
-def test_an_interrupted_save_leaves_the_old_checkpoint_readable(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_save_leaves_the_old_checkpoint_readable(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Crash at every system call of a save in turn, without any clean-up: the old or the new state loads each time."""
     old = sb.load(plain(), saved)
     new = sb.bayesianize(plain(), sb.Rank1(members=2, scale_init=0.3))
@@ -231,7 +274,9 @@ def test_an_interrupted_save_leaves_the_old_checkpoint_readable(saved: Path, mon
                 sb.save(new, saved)
             except Crash:
                 crashed = True
-        with warnings.catch_warnings(action="ignore"):  # load says when it falls back to the former state
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # load says when it falls back to the former state
             loaded = sb.load(plain(), saved)
         values = [m.posterior["weight"].s.rho for m in (loaded[3], old[3], new[3])]
         assert torch.equal(values[0], values[1]) or torch.equal(values[0], values[2])
@@ -240,7 +285,10 @@ def test_an_interrupted_save_leaves_the_old_checkpoint_readable(saved: Path, mon
         if torch.equal(values[0], values[2]):
             sb.save(old, saved)
     assert not crashed and crash_at > 5
-    assert torch.equal(sb.load(plain(), saved)[3].posterior["weight"].s.rho, new[3].posterior["weight"].s.rho)
+    assert torch.equal(
+        sb.load(plain(), saved)[3].posterior["weight"].s.rho,
+        new[3].posterior["weight"].s.rho,
+    )
 
 
 def test_a_folder_of_other_things_is_not_replaced(tmp_path: Path) -> None:
@@ -258,25 +306,37 @@ def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
 
 def test_modules_to_be_saved_are_names_or_the_config_is_damaged(tmp_path: Path) -> None:
     record = {"module": "", "batch_dim": None, "groups": [], "saved": ["head", 3]}
-    data = json.dumps({"conversions": [record], "base": {"shapes": {}, "sha256": ""}}).encode()
-    with pytest.raises(sb.CheckpointError, match=r"conversions\.0\.saved\.1 must be str, got 3"):
+    data = json.dumps(
+        {"conversions": [record], "base": {"shapes": {}, "sha256": ""}}
+    ).encode()
+    with pytest.raises(
+        sb.CheckpointError, match=r"conversions\.0\.saved\.1 must be str, got 3"
+    ):
         read_config(data, tmp_path / "config.json")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda net: torch.compile(net, backend="eager")])
-def test_wrapped_models_are_converted_saved_and_loaded_inside(wrap: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "wrap", [nn.DataParallel, lambda net: torch.compile(net, backend="eager")]
+)
+def test_wrapped_models_are_converted_saved_and_loaded_inside(
+    wrap: Any, tmp_path: Path
+) -> None:
     plain, x = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)).eval(), torch.randn(5, 4)
     wrapped = wrap(copy.deepcopy(plain)).eval()
     assert sb.bayesianize(wrapped, sb.Rank1(members=2), include="1") is wrapped
     path = sb.save(wrapped, tmp_path / "posterior")
     wanted = sb.predict(wrapped, x, seed=0).probs
     for base in (plain, wrap(copy.deepcopy(plain)).eval()):
-        torch.testing.assert_close(sb.predict(sb.load(base, path), x, seed=0).probs, wanted)
+        torch.testing.assert_close(
+            sb.predict(sb.load(base, path), x, seed=0).probs, wanted
+        )
 
 
 @pytest.mark.parametrize("rule", [None, [0.1, 10.0, 1.0]])
-def test_noise_that_was_learned_by_another_rule_is_told(rule: Any, tmp_path: Path) -> None:
+def test_noise_that_was_learned_by_another_rule_is_told(
+    rule: Any, tmp_path: Path
+) -> None:
     plain, x = nn.Linear(4, 2), torch.randn(5, 4)
     folder = sb.save(sb.bayesianize(copy.deepcopy(plain), sb.Rank1()), tmp_path / "now")
     options: Any = {"likelihood": "heteroscedastic_gaussian", "scale": 1.0}
@@ -286,9 +346,14 @@ def test_noise_that_was_learned_by_another_rule_is_told(rule: Any, tmp_path: Pat
     config |= {} if rule is None else {"noise_rule": rule}
     _resign(folder, "config.json", json.dumps(config).encode())
     loaded = sb.load(copy.deepcopy(plain), folder)
-    again = sb.load(copy.deepcopy(plain), sb.save(loaded, tmp_path / "again"))  # a file that is written anew keeps it
+    again = sb.load(
+        copy.deepcopy(plain), sb.save(loaded, tmp_path / "again")
+    )  # a file that is written anew keeps it
     for model in (loaded, again):
-        with pytest.warns(sb.SlimbayesWarning, match="0.1 to 10" if rule is None else "learned as 0.1 to 10.0") as told:
+        with pytest.warns(
+            sb.SlimbayesWarning,
+            match="0.1 to 10" if rule is None else "learned as 0.1 to 10.0",
+        ) as told:
             sb.predict(model, x, **options)
         assert [one.filename for one in told] == [__file__]  # the line that asked
         sb.predict(model, x)  # classes have no such noise

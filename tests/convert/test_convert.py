@@ -21,7 +21,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(10, 4)
-        self.body = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8))
+        self.body = nn.Sequential(
+            nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8)
+        )
         self.head = nn.Linear(8, 3)
         self.token = nn.Parameter(torch.zeros(1, 4))
 
@@ -45,18 +47,30 @@ ALL = {"body.0", "body.3", "head"}
         (nn.Embedding, None, {"embed"}),
         (".*", None, ALL | {"embed"}),
         (["embed", nn.Linear], None, ALL | {"embed"}),
-        (lambda name, layer: getattr(layer, "out_features", 0) == 8, None, {"body.0", "body.3"}),
+        (
+            lambda name, layer: getattr(layer, "out_features", 0) == 8,
+            None,
+            {"body.0", "body.3"},
+        ),
         (None, "head", ALL - {"head"}),
         (None, [lambda name, layer: name == "body.0", "head"], {"body.3"}),
         (nn.Linear, r"body.*", {"head"}),
     ],
 )
-def test_selects_by_pattern_type_and_predicate(include: object, exclude: object, expected: set[str]) -> None:
-    assert converted(sb.bayesianize(Net(), sb.Rank1(), include=include, exclude=exclude)) == expected
+def test_selects_by_pattern_type_and_predicate(
+    include: object, exclude: object, expected: set[str]
+) -> None:
+    assert (
+        converted(sb.bayesianize(Net(), sb.Rank1(), include=include, exclude=exclude))
+        == expected
+    )
 
 
 def test_a_mapping_gives_each_layer_its_method_and_the_first_match_counts() -> None:
-    model = sb.bayesianize(Net(), {"head": sb.BatchEnsemble(members=3), r"body.*|head": sb.Rank1(members=2)})
+    model = sb.bayesianize(
+        Net(),
+        {"head": sb.BatchEnsemble(members=3), r"body.*|head": sb.Rank1(members=2)},
+    )
     details = {r.name: r.detail for r in sb.summary(model).rows}
     assert details["head"] == "BatchEnsemble(members=3)"
     assert details["body.0"] == "Rank1(normal, members=2)"
@@ -68,13 +82,17 @@ def test_a_mapping_gives_each_layer_its_method_and_the_first_match_counts() -> N
 def test_a_second_method_may_take_the_layers_the_first_left() -> None:
     model = sb.bayesianize(Net(), sb.Rank1(members=2), include="head")
     sb.bayesianize(model, sb.BatchEnsemble(members=2), include=r"body.*")
-    status = {r.name: r.detail for r in sb.summary(model).rows if r.status == "converted"}
+    status = {
+        r.name: r.detail for r in sb.summary(model).rows if r.status == "converted"
+    }
     assert status == {
         "head": "Rank1(normal, members=2)",
         "body.0": "BatchEnsemble(members=2)",
         "body.3": "BatchEnsemble(members=2)",
     }
-    assert type(model).plain is Net and type(model).__bases__[-1] is Net  # one layer of wrapping, not two
+    assert (
+        type(model).plain is Net and type(model).__bases__[-1] is Net
+    )  # one layer of wrapping, not two
     x = torch.randint(10, (4, 4))
     assert sb.sample(model, x).shape == (2, 4, 3)
     sb.debayesianize(model)
@@ -87,16 +105,24 @@ def test_an_inner_module_may_be_converted_alone() -> None:
     x = torch.randint(10, (4, 4))
     assert model(x).shape == (4, 3)
     assert sb.sample(model, x).shape == (2, 4, 3)
-    assert {r.name for r in sb.summary(model).rows if r.status == "converted"} == {"body.0", "body.3"}
+    assert {r.name for r in sb.summary(model).rows if r.status == "converted"} == {
+        "body.0",
+        "body.3",
+    }
 
 
 def test_the_summary_says_why_each_layer_was_skipped() -> None:
-    rows = {r.name: r for r in sb.summary(sb.bayesianize(Net(), sb.Rank1(), exclude="head")).rows}
+    rows = {
+        r.name: r
+        for r in sb.summary(sb.bayesianize(Net(), sb.Rank1(), exclude="head")).rows
+    }
     assert "leave embeddings alone" in rows["embed"].detail
     assert "no weight matrix" in rows["body.1"].detail
     assert "beside those of its submodules" in rows[""].detail
     assert rows["head"].detail == "excluded"
-    assert sum(r.before for r in rows.values()) == sum(p.numel() for p in Net().parameters())
+    assert sum(r.before for r in rows.values()) == sum(
+        p.numel() for p in Net().parameters()
+    )
 
 
 class Custom(nn.Module):
@@ -111,7 +137,9 @@ class Custom(nn.Module):
 class Quantised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(3, 3, dtype=torch.int8), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.ones(3, 3, dtype=torch.int8), requires_grad=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight.float()
@@ -130,8 +158,14 @@ def lazy() -> nn.Module:
 
 
 UNCONVERTIBLE = {
-    "projection": (lambda: nn.LSTM(3, 4, proj_size=2), r"proj_size=2 adds a projection .* use proj_size=0"),
-    "max_norm": (lambda: nn.Embedding(4, 3, max_norm=1.0), "max_norm rewrites the table"),
+    "projection": (
+        lambda: nn.LSTM(3, 4, proj_size=2),
+        r"proj_size=2 adds a projection .* use proj_size=0",
+    ),
+    "max_norm": (
+        lambda: nn.Embedding(4, 3, max_norm=1.0),
+        "max_norm rewrites the table",
+    ),
     "lazy": (lazy, "it is not initialised yet; run one batch"),
     "whole numbers": (Quantised, "no Bayesian form of .*Quantised is known"),
     "converted": (
@@ -142,12 +176,17 @@ UNCONVERTIBLE = {
 
 
 @pytest.mark.parametrize("kind", UNCONVERTIBLE)
-def test_a_layer_that_cannot_be_converted_is_named_and_nothing_changes(kind: str) -> None:
+def test_a_layer_that_cannot_be_converted_is_named_and_nothing_changes(
+    kind: str,
+) -> None:
     make, message = UNCONVERTIBLE[kind]
     model = nn.ModuleDict({"good": nn.Linear(3, 3), "odd": make()})
     before = [type(m) for m in model.modules()]
     include = [nn.Linear, "odd"] if kind == "max_norm" else None
-    with pytest.raises(ValueError, match=rf"cannot be converted:\n  odd .*{message}(.|\n)*exclude=\[\.\.\.\]"):
+    with pytest.raises(
+        ValueError,
+        match=rf"cannot be converted:\n  odd .*{message}(.|\n)*exclude=\[\.\.\.\]",
+    ):
         sb.bayesianize(model, sb.Rank1(), include=include, strict=True)
     assert [type(m) for m in model.modules()] == before
     assert not hasattr(model, "_slimbayes")
@@ -169,7 +208,9 @@ OF_THEIR_OWN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", OF_THEIR_OWN)
-def test_layers_of_unknown_types_run_their_own_forward_with_drawn_weights(kind: str) -> None:
+def test_layers_of_unknown_types_run_their_own_forward_with_drawn_weights(
+    kind: str,
+) -> None:
     """Each draw is the plain layer with that draw's weight written in; neutral draws are the plain layer."""
     plain, x = OF_THEIR_OWN[kind](), torch.randn(4, 3)
     model = sb.bayesianize(
@@ -183,7 +224,9 @@ def test_layers_of_unknown_types_run_their_own_forward_with_drawn_weights(kind: 
         assert y.shape == (4, 4, 3) and len(y.flatten(1).unique(dim=0)) == 4
         for j in range(4):
             torch.testing.assert_close(sb.write_out(model.odd, j)(x), y[j])
-    neutral = sb.bayesianize(copy.deepcopy(plain), sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0)))
+    neutral = sb.bayesianize(
+        copy.deepcopy(plain), sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0))
+    )
     torch.testing.assert_close(sb.sample(neutral, x), plain(x).expand(2, 4, 3))
 
 
@@ -201,7 +244,9 @@ def test_layers_of_unknown_types_may_give_more_than_tensors() -> None:
             torch.testing.assert_close(y, torch.cat(every[:rows]))
 
 
-def test_a_failure_while_building_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_while_building_leaves_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = Net()
     state, kinds = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
     built = sb.Rank1.build
@@ -222,30 +267,42 @@ def test_a_failure_while_building_leaves_the_model_as_it_was(monkeypatch: pytest
 @pytest.mark.parametrize("argument", ["include", "exclude"])
 def test_a_pattern_that_matches_nothing_is_refused(argument: str) -> None:
     with pytest.raises(
-        ValueError, match=rf"{argument}='haed' matches no layer with parameters; did you mean 'head'\? Known: .*embed"
+        ValueError,
+        match=rf"{argument}='haed' matches no layer with parameters; did you mean 'head'\? Known: .*embed",
     ):
         sb.bayesianize(Net(), sb.Rank1(), **{argument: "haed"})
 
 
 def test_a_model_without_anything_to_convert_is_refused() -> None:
-    with pytest.raises(ValueError, match="No layer would be converted. Reasons given: it has no weight matrix"):
+    with pytest.raises(
+        ValueError,
+        match="No layer would be converted. Reasons given: it has no weight matrix",
+    ):
         sb.bayesianize(nn.LayerNorm(3), sb.Rank1())
 
 
 def test_a_plain_model_is_not_sampled() -> None:
-    with pytest.raises(ValueError, match=r"This Linear has not been converted.*Deterministic"):
+    with pytest.raises(
+        ValueError, match=r"This Linear has not been converted.*Deterministic"
+    ):
         sb.sample(nn.Linear(3, 3), torch.randn(2, 3))
 
 
 def test_rows_that_do_not_fit_the_asked_layout_are_refused() -> None:
     model = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(members=4))
-    with pytest.raises(ValueError, match=r"4 draws .* evenly, but the batch has 6 rows. Use a multiple of 4"):
+    with pytest.raises(
+        ValueError,
+        match=r"4 draws .* evenly, but the batch has 6 rows. Use a multiple of 4",
+    ):
         sb.sample(model, torch.randn(6, 3), rows="split")
     assert sb.sample(model, torch.randn(8, 3), rows="split").shape == (4, 2, 2)
 
 
 def test_split_rows_go_to_their_members() -> None:
-    model, x = sb.bayesianize(nn.Linear(3, 2), sb.BatchEnsemble(members=4)), torch.randn(8, 3)
+    model, x = (
+        sb.bayesianize(nn.Linear(3, 2), sb.BatchEnsemble(members=4)),
+        torch.randn(8, 3),
+    )
     every = sb.sample(model, x)
     wanted = torch.stack([every[k, 2 * k : 2 * k + 2] for k in range(4)])
     for fold in ("auto", False):
@@ -263,13 +320,22 @@ class Mixer(nn.Module):
         return self.inner(x.flatten()[:15].view(5, 3, 1).expand(5, 3, 4))
 
 
-def test_an_input_without_recognisable_rows_names_layer_shape_and_remedy_and_runs_draw_by_draw() -> None:
-    model, x = sb.bayesianize(Mixer(), sb.Rank1(members=1, scale_init=0.3)), torch.randn(4, 4)
+def test_an_input_without_recognisable_rows_names_layer_shape_and_remedy_and_runs_draw_by_draw() -> (
+    None
+):
+    model, x = (
+        sb.bayesianize(Mixer(), sb.Rank1(members=1, scale_init=0.3)),
+        torch.randn(4, 4),
+    )
     with pytest.warns(
-        UserWarning, match=r"draw by draw.*: inner: an input of shape \(5, 3, 4\) has no rows in it.*batch_dim="
+        UserWarning,
+        match=r"draw by draw.*: inner: an input of shape \(5, 3, 4\) has no rows in it.*batch_dim=",
     ):
         model(x)
-    with pytest.raises(ValueError, match=r"fold=True: the draws of this model cannot share a forward: inner: "):
+    with pytest.raises(
+        ValueError,
+        match=r"fold=True: the draws of this model cannot share a forward: inner: ",
+    ):
         sb.sample(model, x, draws=3, fold=True)
     with sb.frozen(model, draws=3):
         y = sb.sample(model, x)
@@ -289,13 +355,21 @@ class SequenceFirstHead(nn.Module):
 
 @pytest.mark.slow
 def test_rows_inside_a_sequence_first_part_are_found() -> None:
-    for steps in (7, 6, 3):  # 6 steps of 3 rows could also be folded rows, and 3 steps the rows themselves
+    for steps in (
+        7,
+        6,
+        3,
+    ):  # 6 steps of 3 rows could also be folded rows, and 3 steps the rows themselves
         x = torch.randn(3, steps, 4)
         model = sb.bayesianize(SequenceFirstHead(), sb.Rank1(members=1, scale_init=0.2))
         y = model(x[:1].expand(3, steps, 4))
-        other = sb.bayesianize(SequenceFirstHead(), sb.Rank1(members=2, scale_init=0.2, draws="member"))
+        other = sb.bayesianize(
+            SequenceFirstHead(), sb.Rank1(members=2, scale_init=0.2, draws="member")
+        )
         with sb.frozen(other):
-            for j, drawn in enumerate(sb.sample(other, x, fold=True)):  # a draw keeps to its rows at every step
+            for j, drawn in enumerate(
+                sb.sample(other, x, fold=True)
+            ):  # a draw keeps to its rows at every step
                 torch.testing.assert_close(drawn, sb.write_out(other, j)(x))
         assert not torch.allclose(y[:, 0], y[:, 1], atol=1e-3)  # each row its own draw
 
@@ -316,13 +390,22 @@ def test_windows_folded_into_the_batch_share_their_rows_draw() -> None:
 
 
 def test_unknown_config_fields_and_values_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"Rank1 has no field 'membres'; did you mean 'members'\?"):
+    with pytest.raises(
+        ValueError, match=r"Rank1 has no field 'membres'; did you mean 'members'\?"
+    ):
         sb.config_from_dict({"kind": "Rank1", "membres": 4})
-    with pytest.raises(ValueError, match=r"Unknown method 'Rank2'; did you mean 'Rank1'\?"):
+    with pytest.raises(
+        ValueError, match=r"Unknown method 'Rank2'; did you mean 'Rank1'\?"
+    ):
         sb.config_from_dict({"kind": "Rank2"})
-    with pytest.raises(ValueError, match=r"Unknown distribution family 'Cauchi'; did you mean 'Cauchy'\?"):
+    with pytest.raises(
+        ValueError,
+        match=r"Unknown distribution family 'Cauchi'; did you mean 'Cauchy'\?",
+    ):
         sb.config_from_dict({"kind": "Rank1", "prior": {"kind": "Cauchi"}})
-    with pytest.raises(ValueError, match=r"Rank1: unknown draws 'exmple'; did you mean 'example'\?"):
+    with pytest.raises(
+        ValueError, match=r"Rank1: unknown draws 'exmple'; did you mean 'example'\?"
+    ):
         sb.Rank1(draws="exmple")
 
 
@@ -335,11 +418,23 @@ def test_unknown_config_fields_and_values_are_refused_by_name() -> None:
         ({"scale_init": -1.0}, "A scale must be above"),
         ({"scale_jitter": -0.1}, "scale_jitter must not be negative"),
         ({"clip": 0.0}, "clip must be positive or None"),
-        ({"posterior": "cauchy", "prior": sb.Normal(1.0, 0.1)}, r"KL\(Cauchy \|\| Normal\) is infinite"),
-        ({"posterior": "normal", "prior": sb.HalfCauchy(1.0)}, "a HalfCauchy prior has none"),
+        (
+            {"posterior": "cauchy", "prior": sb.Normal(1.0, 0.1)},
+            r"KL\(Cauchy \|\| Normal\) is infinite",
+        ),
+        (
+            {"posterior": "normal", "prior": sb.HalfCauchy(1.0)},
+            "a HalfCauchy prior has none",
+        ),
         ({"posterior": "lognormal", "perturbation": "additive"}, "never zero"),
-        ({"posterior": "lognormal", "mean_init": sb.Signs()}, "cannot start at random signs"),
-        ({"prior": sb.Point(1.0), "posterior": "normal"}, "Point cannot serve as a prior"),
+        (
+            {"posterior": "lognormal", "mean_init": sb.Signs()},
+            "cannot start at random signs",
+        ),
+        (
+            {"prior": sb.Point(1.0), "posterior": "normal"},
+            "Point cannot serve as a prior",
+        ),
     ],
 )
 def test_bad_configs_say_what_is_wrong(fields: dict, message: str) -> None:
@@ -361,7 +456,9 @@ def test_bad_configs_say_what_is_wrong(fields: dict, message: str) -> None:
             random="s",
         ),
         sb.Rank1(posterior="lognormal", prior=sb.HalfCauchy(2.0)),
-        sb.Rank1(perturbation="additive", posterior="normal", prior=sb.Cauchy(0.0, 0.3)),
+        sb.Rank1(
+            perturbation="additive", posterior="normal", prior=sb.Cauchy(0.0, 0.3)
+        ),
         sb.BatchEnsemble(members=7, mean_init=sb.Normal(1.0, 0.5)),
         sb.Deterministic(),
     ],
@@ -391,7 +488,10 @@ def test_flags_hooks_and_types_survive() -> None:
     model.head.register_forward_hook(lambda *_: calls.append(1))
     sb.bayesianize(model, sb.Rank1(members=2))
     assert not model.head.training and model.body[0].training
-    assert not model.head.weight.requires_grad and model.head.posterior["weight"].r.loc.requires_grad
+    assert (
+        not model.head.weight.requires_grad
+        and model.head.posterior["weight"].r.loc.requires_grad
+    )
     assert model.head.posterior["weight"].r.loc.dtype == torch.float64
     assert isinstance(model.head, nn.Linear)
     sb.sample(model, torch.randint(10, (4, 4)))  # the first call also locates rows
@@ -413,28 +513,40 @@ def test_registered_layers_convert() -> None:
     sb.register_layer(BayesMyLinear)
     try:
         plain, x = MyLinear(3, 2), torch.randn(4, 3)
-        model = sb.bayesianize(copy.deepcopy(plain), sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0)))
+        model = sb.bayesianize(
+            copy.deepcopy(plain), sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0))
+        )
         torch.testing.assert_close(sb.sample(model, x), plain(x).expand(2, 4, 2))
     finally:
         del LAYERS[MyLinear]
 
 
 def test_frozen_holds_draws_over_batches_of_any_size_and_fresh_ones_follow() -> None:
-    model, x = sb.bayesianize(Net(), sb.Rank1(members=2, scale_init=0.3)), torch.randint(10, (6, 4))
+    model, x = (
+        sb.bayesianize(Net(), sb.Rank1(members=2, scale_init=0.3)),
+        torch.randint(10, (6, 4)),
+    )
     with sb.frozen(model, draws=3):
         whole = sb.sample(model, x)
         assert whole.shape == (6, 6, 3)
-        torch.testing.assert_close(torch.cat([sb.sample(model, x[:1]), sb.sample(model, x[1:])], 1), whole)
+        torch.testing.assert_close(
+            torch.cat([sb.sample(model, x[:1]), sb.sample(model, x[1:])], 1), whole
+        )
         bare = model(x)  # six rows, six draws: row j under draw j
         torch.testing.assert_close(bare, torch.stack([whole[j, j] for j in range(6)]))
-        with pytest.raises(ValueError, match="frozen cannot be nested"), sb.frozen(model):
+        with (
+            pytest.raises(ValueError, match="frozen cannot be nested"),
+            sb.frozen(model),
+        ):
             pass
     assert not torch.allclose(sb.sample(model, x), whole[:2])
 
 
 @pytest.mark.slow
 def test_a_bare_call_uses_every_member_for_a_single_row() -> None:
-    model = sb.bayesianize(nn.Linear(3, 1), sb.BatchEnsemble(members=4, mean_init=sb.Normal(1.0, 0.5)))
+    model = sb.bayesianize(
+        nn.Linear(3, 1), sb.BatchEnsemble(members=4, mean_init=sb.Normal(1.0, 0.5))
+    )
     x = torch.randn(1, 3)
     members = sb.sample(model, x).flatten()
     seen = [int((members - model(x).item()).abs().argmin()) for _ in range(400)]
@@ -454,22 +566,30 @@ def test_nothing_is_drawn_twice_in_one_pass() -> None:
     model = sb.bayesianize(Twice(), sb.Rank1(members=2, scale_init=0.5))
     x = torch.randn(5, 3)
     assert not model(x).any() and not sb.sample(model, x).any()
-    assert not torch.equal(model.inner(x), model.inner(x))  # two passes of the layer alone
+    assert not torch.equal(
+        model.inner(x), model.inner(x)
+    )  # two passes of the layer alone
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)  # a symbolic size that nests with depth would take hours here
 def test_a_compiled_model_takes_other_numbers_of_draws() -> None:
-    model = sb.bayesianize(nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)]), sb.BatchEnsemble(members=4))
+    model = sb.bayesianize(
+        nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)]), sb.BatchEnsemble(members=4)
+    )
     torch._dynamo.reset()
     compiled, x = torch.compile(model, backend="eager"), torch.randn(6, 8)
     for draws in (1, 2, 3):
-        torch.testing.assert_close(sb.sample(compiled, x, draws=draws), sb.sample(model, x, draws=draws))
+        torch.testing.assert_close(
+            sb.sample(compiled, x, draws=draws), sb.sample(model, x, draws=draws)
+        )
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_posteriors_join_in_the_mode_of_their_layer(training: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 3)).train(training)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 3)).train(
+        training
+    )
     sb.bayesianize(model, sb.Rank1(members=2))
     assert {module.training for module in model.modules()} == {training}
 
@@ -482,9 +602,15 @@ def test_random_signs_never_wreck_a_trained_network_in_silence(tmp_path: Path) -
     signs = sb.BatchEnsemble(members=2, mean_init=sb.Signs(0.5))
     with warnings.catch_warnings(action="error"):
         sb.save(sb.bayesianize(fresh, signs), tmp_path / "net")
-        sb.bayesianize(copy.deepcopy(trained), sb.BatchEnsemble(members=2, mean_init=sb.Normal(1.0, 0.05)))
+        sb.bayesianize(
+            copy.deepcopy(trained),
+            sb.BatchEnsemble(members=2, mean_init=sb.Normal(1.0, 0.05)),
+        )
         sb.load(copy.deepcopy(trained), tmp_path / "net", check_base="structure")
-    with pytest.warns(sb.SlimbayesWarning, match=r"^0: factors that start at random signs .* undo what"):
+    with pytest.warns(
+        sb.SlimbayesWarning,
+        match=r"^0: factors that start at random signs .* undo what",
+    ):
         sb.bayesianize(trained, signs)
 
 
@@ -505,12 +631,18 @@ def test_parts_whose_weights_cannot_be_drawn_stay_and_the_summary_says_why() -> 
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self.script = torch.jit.script(nn.Linear(4, 4))
-            self.complex, self.real = nn.Linear(4, 4, dtype=torch.complex64), nn.Linear(4, 3)
+            self.complex, self.real = (
+                nn.Linear(4, 4, dtype=torch.complex64),
+                nn.Linear(4, 3),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.real(self.complex(self.script(x).to(torch.complex64)).abs())
 
-    model, x = sb.bayesianize(Halves(), sb.Rank1(members=2, scale_init=0.3)).eval(), torch.randn(5, 4)
+    model, x = (
+        sb.bayesianize(Halves(), sb.Rank1(members=2, scale_init=0.3)).eval(),
+        torch.randn(5, 4),
+    )
     text = str(sb.summary(model))
     assert "TorchScript" in text and "complex" in text
     folded = sb.sample(model, x, seed=1)

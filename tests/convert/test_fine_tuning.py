@@ -26,7 +26,9 @@ class Net(nn.Module):
 
 def train(net: nn.Module, steps: int = 3) -> None:
     net.train()
-    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [p for p in net.parameters() if p.requires_grad], lr=0.1
+    )
     for _ in range(steps):
         x, y = torch.randn(12, 4), torch.randint(3, (12,))
         optimizer.zero_grad()
@@ -54,30 +56,54 @@ def test_posteriors_train_alone_and_the_model_thaws_when_it_is_plain_again() -> 
 @pytest.mark.slow
 def test_biases_of_members_train_where_those_of_the_layer_do() -> None:
     """They have no prior: in a network that fits its data already Adam would take them anywhere."""
-    net = sb.bayesianize(Net(), sb.Rank1(members=3), train="posterior+head", head="classifier")
-    offsets = {name for name, _ in net.named_parameters() if name.endswith("posterior.weight.bias")}
-    assert len(offsets) > 1 and offsets & names(net) == {"classifier.posterior.weight.bias"}
+    net = sb.bayesianize(
+        Net(), sb.Rank1(members=3), train="posterior+head", head="classifier"
+    )
+    offsets = {
+        name
+        for name, _ in net.named_parameters()
+        if name.endswith("posterior.weight.bias")
+    }
+    assert len(offsets) > 1 and offsets & names(net) == {
+        "classifier.posterior.weight.bias"
+    }
     sb.select(net, members=[0, 2])
     assert offsets & names(net) == {"classifier.posterior.weight.bias"}
     alone = sb.bayesianize(Net(), sb.Rank1(members=3), train="posterior")
-    assert not offsets & names(alone) and offsets <= names(sb.bayesianize(Net(), sb.Rank1(members=3)))
+    assert not offsets & names(alone) and offsets <= names(
+        sb.bayesianize(Net(), sb.Rank1(members=3))
+    )
     fits = nn.Linear(2, 2).eval()
     with torch.no_grad():
         fits.weight.copy_(20 * torch.eye(2))
     x, y = torch.tensor([[1.0, 0.0], [0.0, 0.9]]), torch.tensor([0, 1])
-    tuned = sb.bayesianize(fits, sb.Rank1(members=2, prior=sb.Normal(1.0, 0.1)), train="posterior").train()
+    tuned = sb.bayesianize(
+        fits, sb.Rank1(members=2, prior=sb.Normal(1.0, 0.1)), train="posterior"
+    ).train()
     optimizer = torch.optim.Adam(sb.param_groups(tuned), 0.05)
     for _ in range(100):
         optimizer.zero_grad()
-        sb.elbo(sb.categorical(sb.sample(tuned, x), y), tuned, num_data=2).loss.backward()
+        sb.elbo(
+            sb.categorical(sb.sample(tuned, x), y), tuned, num_data=2
+        ).loss.backward()
         optimizer.step()
-    assert all(torch.equal(sb.merge(tuned.eval(), member=k).bias, fits.bias) for k in (0, 1))
+    assert all(
+        torch.equal(sb.merge(tuned.eval(), member=k).bias, fits.bias) for k in (0, 1)
+    )
 
 
 @pytest.mark.parametrize("head", ["classifier", None, nn.Linear])
-def test_a_head_trains_and_is_saved_with_the_posterior(head: Any, tmp_path: Path) -> None:
+def test_a_head_trains_and_is_saved_with_the_posterior(
+    head: Any, tmp_path: Path
+) -> None:
     plain = Net()
-    net = sb.bayesianize(copy.deepcopy(plain), sb.Rank1(members=2), "body.0", train="posterior+head", head=head)
+    net = sb.bayesianize(
+        copy.deepcopy(plain),
+        sb.Rank1(members=2),
+        "body.0",
+        train="posterior+head",
+        head=head,
+    )
     heads = {"classifier.weight", "classifier.bias"} | (
         {"body.0.weight", "body.0.bias"} if head is nn.Linear else set()
     )
@@ -86,42 +112,75 @@ def test_a_head_trains_and_is_saved_with_the_posterior(head: Any, tmp_path: Path
     assert not torch.equal(net.classifier.weight, plain.classifier.weight)
     path = sb.save(net, tmp_path / "adapter")
     again = sb.load(copy.deepcopy(plain), path)
-    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in net.state_dict().items())
+    assert all(
+        torch.equal(again.state_dict()[name], tensor)
+        for name, tensor in net.state_dict().items()
+    )
     assert names(again) == names(net)
-    assert not torch.equal(net.body[1].running_mean, plain.body[1].running_mean)  # statistics move by themselves
+    assert not torch.equal(
+        net.body[1].running_mean, plain.body[1].running_mean
+    )  # statistics move by themselves
     if head is not nn.Linear:  # with all of them nothing of the base is left
         other = Net()
         with pytest.raises(sb.CheckpointError, match="other weights"):
             sb.load(other, path)
         assert names(other) == {name for name, _ in other.named_parameters()}
     whole = sb.load(Net(), sb.save(net, tmp_path / "whole", base=True))
-    assert all(torch.equal(whole.state_dict()[name], tensor) for name, tensor in net.state_dict().items())
+    assert all(
+        torch.equal(whole.state_dict()[name], tensor)
+        for name, tensor in net.state_dict().items()
+    )
 
 
 def test_norms_that_are_named_as_heads_train(tmp_path: Path) -> None:
     plain = Net()
-    net = sb.bayesianize(copy.deepcopy(plain), sb.Rank1(members=2), train="posterior+head", head=r"classifier|body\.1")
+    net = sb.bayesianize(
+        copy.deepcopy(plain),
+        sb.Rank1(members=2),
+        train="posterior+head",
+        head=r"classifier|body\.1",
+    )
     trains = {name for name in names(net) if ".posterior." not in name}
-    assert trains == {"body.1.weight", "body.1.bias", "classifier.weight", "classifier.bias"}
+    assert trains == {
+        "body.1.weight",
+        "body.1.bias",
+        "classifier.weight",
+        "classifier.bias",
+    }
     train(net)
     assert not torch.equal(net.body[1].weight, plain.body[1].weight)
     again = sb.load(copy.deepcopy(plain), sb.save(net, tmp_path / "adapter"))
     assert names(again) == names(net)
-    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in net.state_dict().items())
-    fitted = sb.bayesianize(copy.deepcopy(plain), sb.Rank1(members=2), train="posterior+head", head="classifier")
-    assert "heads" not in (sb.save(fitted, tmp_path / "other") / "config.json").read_text()
+    assert all(
+        torch.equal(again.state_dict()[name], tensor)
+        for name, tensor in net.state_dict().items()
+    )
+    fitted = sb.bayesianize(
+        copy.deepcopy(plain),
+        sb.Rank1(members=2),
+        train="posterior+head",
+        head="classifier",
+    )
+    assert (
+        "heads" not in (sb.save(fitted, tmp_path / "other") / "config.json").read_text()
+    )
     del fitted.body[1]  # a norm that was taken out since is no obstacle
     assert sb.save(fitted, tmp_path / "less").exists()
 
 
 def test_whole_names_and_last_parts_of_names_go_together() -> None:
     net = sb.bayesianize(Net(), sb.Rank1(members=2), include="classifier|0")
-    assert {row.name for row in sb.summary(net).rows if row.status == "converted"} == {"classifier", "body.0"}
+    assert {row.name for row in sb.summary(net).rows if row.status == "converted"} == {
+        "classifier",
+        "body.0",
+    }
 
 
 def test_heads_of_parts_and_of_single_layers_come_back(tmp_path: Path) -> None:
     layer = nn.Linear(4, 3)
-    alone = sb.bayesianize(copy.deepcopy(layer), sb.Rank1(members=1), train="posterior+head")
+    alone = sb.bayesianize(
+        copy.deepcopy(layer), sb.Rank1(members=1), train="posterior+head"
+    )
     nn.init.normal_(alone.weight)
     again = sb.load(copy.deepcopy(layer), sb.save(alone, tmp_path / "alone"))
     assert torch.equal(again.weight, alone.weight) and again.weight.requires_grad
@@ -130,11 +189,16 @@ def test_heads_of_parts_and_of_single_layers_come_back(tmp_path: Path) -> None:
     sb.bayesianize(part.body, sb.Rank1(members=1), train="posterior+head", head="0")
     nn.init.normal_(part.body[0].weight)
     again = sb.load(copy.deepcopy(plain), sb.save(part, tmp_path / "part"))
-    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in part.state_dict().items())
+    assert all(
+        torch.equal(again.state_dict()[name], tensor)
+        for name, tensor in part.state_dict().items()
+    )
     assert names(again) == names(part)
 
 
-def test_checkpoints_of_models_that_train_as_a_whole_stay_as_they_were(tmp_path: Path) -> None:
+def test_checkpoints_of_models_that_train_as_a_whole_stay_as_they_were(
+    tmp_path: Path,
+) -> None:
     path = sb.save(sb.bayesianize(Net(), sb.Rank1()), tmp_path / "posterior")
     (record,) = json.loads((path / "config.json").read_text())["conversions"]
     assert record.keys() == {"module", "batch_dim", "groups"}
@@ -142,16 +206,28 @@ def test_checkpoints_of_models_that_train_as_a_whole_stay_as_they_were(tmp_path:
 
 def test_what_trains_is_asked_for_in_words() -> None:
     for options, message in (
-        ({"train": "posteriors"}, r"unknown train 'posteriors'; did you mean 'posterior'"),
-        ({"train": "posterior", "head": "classifier"}, r'give train="posterior\+head" too'),
-        ({"train": "posterior+head", "head": "clasifier"}, r"head='clasifier' matches no"),
+        (
+            {"train": "posteriors"},
+            r"unknown train 'posteriors'; did you mean 'posterior'",
+        ),
+        (
+            {"train": "posterior", "head": "classifier"},
+            r'give train="posterior\+head" too',
+        ),
+        (
+            {"train": "posterior+head", "head": "clasifier"},
+            r"head='clasifier' matches no",
+        ),
     ):
         net = Net()
         with pytest.raises(ValueError, match=message):
             sb.bayesianize(net, sb.Rank1(), **options)
         assert not posteriors_of(net) and all(p.requires_grad for p in net.parameters())
     net = sb.bayesianize(nn.Linear(10, 10), sb.Rank1(members=1), train="posterior")
-    assert str(sb.trainable(net)) == "40 of 150 parameters train (26.67%)" and sb.trainable(net).share == 40 / 150
+    assert (
+        str(sb.trainable(net)) == "40 of 150 parameters train (26.67%)"
+        and sb.trainable(net).share == 40 / 150
+    )
 
 
 def models() -> dict[str, tuple[nn.Module, Tensor]]:
@@ -177,35 +253,56 @@ def test_a_merged_member_is_that_member(kind: str) -> None:
             nn.init.normal_(p.bias)
     drawn = first(sb.sample(net, x))
     for k in range(3):
-        torch.testing.assert_close(first(sb.merge(net, k)(x)), drawn[k], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            first(sb.merge(net, k)(x)), drawn[k], rtol=1e-4, atol=1e-5
+        )
     kept = first(sb.sample(sb.select(copy.deepcopy(net), [2, 0]), x))
     torch.testing.assert_close(kept, drawn[[2, 0]], rtol=1e-4, atol=1e-5)
     assert type(sb.merge(net)) is type(models()[kind][0]) and sb.members(net) == 3
 
 
 def test_the_mean_of_members_has_their_mean_weights() -> None:
-    net = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=3, mean_init=sb.Normal(1.0, 0.5)))
+    net = sb.bayesianize(
+        nn.Linear(4, 3), sb.Rank1(members=3, mean_init=sb.Normal(1.0, 0.5))
+    )
     p = net.posterior["weight"]
     nn.init.normal_(p.bias)
     merged = sb.merge(net, "mean")
-    expected = sum(net.weight * torch.outer(p.r.loc[k, 0], p.s.loc[k, 0]) for k in range(3)) / 3
+    expected = (
+        sum(net.weight * torch.outer(p.r.loc[k, 0], p.s.loc[k, 0]) for k in range(3))
+        / 3
+    )
     torch.testing.assert_close(merged.weight, expected)
     torch.testing.assert_close(merged.bias, net.bias + p.bias.sum(0) / 3)
-    for config in (sb.KTied(), sb.MeanField(), sb.Radial(), sb.JointNormal(over="weights")):
+    for config in (
+        sb.KTied(),
+        sb.MeanField(),
+        sb.Radial(),
+        sb.JointNormal(over="weights"),
+    ):
         layer = nn.Linear(4, 3)
         own = layer.weight.detach().clone()
         torch.testing.assert_close(sb.merge(sb.bayesianize(layer, config)).weight, own)
     with pytest.raises(ValueError, match="has no mean that is one network"):
         sb.merge(sb.bayesianize(nn.Linear(4, 3), sb.Mixture(components=2)))
-    with pytest.raises(ValueError, match=r'member must be "mean" or a number from 0 to 2, got 3'):
+    with pytest.raises(
+        ValueError, match=r'member must be "mean" or a number from 0 to 2, got 3'
+    ):
         sb.merge(net, 3)
 
 
 @pytest.mark.parametrize(
     "configs",
     [
-        {"body.0|classifier": sb.Rank1(members=4, posterior="point", mean_init=sb.Normal(1.0, 0.5))},
-        {"body.0": sb.BatchEnsemble(members=4), "body.1": sb.MemberNorm(members=4, affine=True)},
+        {
+            "body.0|classifier": sb.Rank1(
+                members=4, posterior="point", mean_init=sb.Normal(1.0, 0.5)
+            )
+        },
+        {
+            "body.0": sb.BatchEnsemble(members=4),
+            "body.1": sb.MemberNorm(members=4, affine=True),
+        },
         sb.Ensemble(members=4),
     ],
     ids=["rank1", "norms", "ensemble"],
@@ -213,11 +310,16 @@ def test_the_mean_of_members_has_their_mean_weights() -> None:
 def test_selected_members_are_those_members(configs: Any, tmp_path: Path) -> None:
     net, x = sb.bayesianize(Net().eval(), configs), torch.randn(5, 4)
     for p in posteriors_of(net):
-        for tensor in (*p.parameters(), *(b for n, b in p.named_buffers() if "running" in n)):
+        for tensor in (
+            *p.parameters(),
+            *(b for n, b in p.named_buffers() if "running" in n),
+        ):
             nn.init.uniform_(tensor, 0.5, 1.5)
     before = sb.sample(net, x)
     kept = sb.select(copy.deepcopy(net), [3, 0, 2])
-    torch.testing.assert_close(sb.sample(kept, x), before[[3, 0, 2]], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        sb.sample(kept, x), before[[3, 0, 2]], rtol=1e-4, atol=1e-5
+    )
     again = sb.load(Net().eval(), sb.save(kept, tmp_path / "kept", base=True))
     assert torch.equal(sb.sample(again, x), sb.sample(kept, x))
     one = sb.select(kept, [1])
@@ -227,9 +329,13 @@ def test_selected_members_are_those_members(configs: Any, tmp_path: Path) -> Non
 def test_members_that_are_none_are_refused() -> None:
     net = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=3))
     for members in ([], [0, 0], [3], [-1]):
-        with pytest.raises(ValueError, match="different numbers of members from 0 to 2"):
+        with pytest.raises(
+            ValueError, match="different numbers of members from 0 to 2"
+        ):
             sb.select(net, members)
-    mixed = sb.bayesianize(nn.Linear(4, 3), sb.Mixture(components=2, assignment="model"))
+    mixed = sb.bayesianize(
+        nn.Linear(4, 3), sb.Mixture(components=2, assignment="model")
+    )
     with pytest.raises(ValueError, match="cannot be told apart"):
         sb.select(mixed, [0])
 
@@ -237,29 +343,50 @@ def test_members_that_are_none_are_refused() -> None:
 class Tower(nn.Module):
     def __init__(self, again: bool = False) -> None:
         super().__init__()
-        self.q_proj, self.v_proj, self.score, self.again = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3), again
+        self.q_proj, self.v_proj, self.score, self.again = (
+            nn.Linear(4, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 3),
+            again,
+        )
 
     def block(self, x: Tensor) -> Tensor:
         return torch.tanh(self.v_proj(torch.tanh(self.q_proj(x))))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.score(checkpoint(self.block, x, use_reentrant=False) if self.again else self.block(x))
+        return self.score(
+            checkpoint(self.block, x, use_reentrant=False)
+            if self.again
+            else self.block(x)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_recomputed_blocks_of_a_frozen_model_give_the_same_gradients(dtype: torch.dtype) -> None:
+def test_recomputed_blocks_of_a_frozen_model_give_the_same_gradients(
+    dtype: torch.dtype,
+) -> None:
     plain, x, y = Tower().to(dtype), torch.randn(6, 4).to(dtype), torch.randint(3, (6,))
     gradients = []
     for again in (False, True):
-        net = sb.bayesianize(copy.deepcopy(plain), sb.Rank1(members=2, scale_jitter=0.0), train="posterior")
+        net = sb.bayesianize(
+            copy.deepcopy(plain),
+            sb.Rank1(members=2, scale_jitter=0.0),
+            train="posterior",
+        )
         net.again = again
         for p in posteriors_of(net):
             assert p.r.loc.dtype == torch.float32  # however narrow the base is
             nn.init.constant_(p.r.loc, 1.1)
             nn.init.constant_(p.s.loc, 0.9)
-        loss = sb.elbo(sb.categorical(sb.sample(net, x, seed=3).float(), y), net, num_data=100).loss
+        loss = sb.elbo(
+            sb.categorical(sb.sample(net, x, seed=3).float(), y), net, num_data=100
+        ).loss
         loss.backward()
-        assert all(p.grad is None for name, p in net.named_parameters() if ".posterior." not in name)
+        assert all(
+            p.grad is None
+            for name, p in net.named_parameters()
+            if ".posterior." not in name
+        )
         gradients.append([p.grad for p in net.parameters() if p.grad is not None])
     assert len(gradients[0]) == len(gradients[1]) > 10
     for a, b in zip(*gradients, strict=True):
@@ -272,7 +399,9 @@ class Int8Linear(nn.Linear):
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__(layer.in_features, layer.out_features, layer.bias is not None)
         scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.weight = nn.Parameter((layer.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+        self.weight = nn.Parameter(
+            (layer.weight.detach() / scale).round().to(torch.int8), requires_grad=False
+        )
         self.bias = layer.bias
         self.register_buffer("scale", scale)
 
@@ -282,8 +411,12 @@ class Int8Linear(nn.Linear):
 
 
 def test_layers_of_integers_take_factors(tmp_path: Path) -> None:
-    plain = nn.Sequential(Int8Linear(nn.Linear(4, 8)), nn.Tanh(), Int8Linear(nn.Linear(8, 3, bias=False))).eval()
-    float_net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3, bias=False)).eval()
+    plain = nn.Sequential(
+        Int8Linear(nn.Linear(4, 8)), nn.Tanh(), Int8Linear(nn.Linear(8, 3, bias=False))
+    ).eval()
+    float_net = nn.Sequential(
+        nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3, bias=False)
+    ).eval()
     with torch.no_grad():
         for i in (0, 2):
             float_net[i].weight.copy_(plain[i].weight * plain[i].scale)
@@ -292,7 +425,9 @@ def test_layers_of_integers_take_factors(tmp_path: Path) -> None:
     nets = []
     for net in (copy.deepcopy(plain), float_net):
         torch.manual_seed(3)
-        nets.append(sb.bayesianize(net, sb.Rank1(members=2, scale_init=0.1), train="posterior"))
+        nets.append(
+            sb.bayesianize(net, sb.Rank1(members=2, scale_init=0.1), train="posterior")
+        )
     for run in (
         lambda net: sb.sample(net, x, draws=3, seed=1),
         lambda net: sb.sample(net, x, seed=1, fold=False),
@@ -303,9 +438,13 @@ def test_layers_of_integers_take_factors(tmp_path: Path) -> None:
     sb.elbo(sb.categorical(sb.sample(net, x), y), net, num_data=100).loss.backward()
     assert all(p.grad is not None for p in net.parameters() if p.requires_grad)
     again = sb.load(copy.deepcopy(plain), sb.save(net, tmp_path / "posterior"))
-    assert torch.equal(sb.predict(again, x, seed=1).probs, sb.predict(net, x, seed=1).probs)
+    assert torch.equal(
+        sb.predict(again, x, seed=1).probs, sb.predict(net, x, seed=1).probs
+    )
     copied = copy.deepcopy(net)
-    assert torch.equal(sb.predict(copied, x, seed=1).probs, sb.predict(net, x, seed=1).probs)
+    assert torch.equal(
+        sb.predict(copied, x, seed=1).probs, sb.predict(net, x, seed=1).probs
+    )
     assert torch.equal(sb.debayesianize(copied)(x), plain(x))
     with pytest.raises(ValueError, match="integers cannot take factors in"):
         sb.merge(net)
@@ -315,15 +454,23 @@ def test_layers_of_integers_take_factors(tmp_path: Path) -> None:
         sb.bayesianize(copy.deepcopy(plain), sb.KTied())
 
 
-def test_errors_of_layers_of_integers_are_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = sb.bayesianize(nn.Sequential(Int8Linear(nn.Linear(4, 3))).eval(), sb.Rank1(members=2), train="posterior")
+def test_errors_of_layers_of_integers_are_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = sb.bayesianize(
+        nn.Sequential(Int8Linear(nn.Linear(4, 3))).eval(),
+        sb.Rank1(members=2),
+        train="posterior",
+    )
     assert sb.predict(net, torch.randn(6, 4)).probs.shape == (6, 3)
 
     def fail(self: nn.Module, x: Tensor) -> Tensor:
         raise RuntimeError("no kernel for this")
 
     monkeypatch.setattr(Int8Linear, "forward", fail)
-    with pytest.raises(RuntimeError, match="no kernel for this"):  # not that floats are to be made integers
+    with pytest.raises(
+        RuntimeError, match="no kernel for this"
+    ):  # not that floats are to be made integers
         sb.predict(net, torch.randn(6, 4))
 
 
@@ -332,15 +479,21 @@ def test_bitsandbytes_layers_take_factors(tmp_path: Path) -> None:
     bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
     def eight_bits(layer: nn.Linear) -> nn.Module:
-        stored = bnb.nn.Linear8bitLt(layer.in_features, layer.out_features, has_fp16_weights=False)
+        stored = bnb.nn.Linear8bitLt(
+            layer.in_features, layer.out_features, has_fp16_weights=False
+        )
         stored.load_state_dict(layer.state_dict())
         return stored.to("cpu")
 
-    plain = nn.Sequential(eight_bits(nn.Linear(8, 8)), nn.Tanh(), eight_bits(nn.Linear(8, 4))).eval()
+    plain = nn.Sequential(
+        eight_bits(nn.Linear(8, 8)), nn.Tanh(), eight_bits(nn.Linear(8, 4))
+    ).eval()
     x, y = torch.randn(6, 8), torch.randint(4, (6,))
     plain(x)  # stores the weights as integers
     assert plain[0].weight.dtype == torch.int8
-    net = sb.bayesianize(copy.deepcopy(plain), sb.Rank1(members=2, posterior="point"), train="posterior")
+    net = sb.bayesianize(
+        copy.deepcopy(plain), sb.Rank1(members=2, posterior="point"), train="posterior"
+    )
     s, r = (getattr(net[0].posterior["weight"], name).loc[1, 0] for name in "sr")
     hidden = (plain[0](x * s) - plain[0].bias) * r + plain[0].bias
     s, r = (getattr(net[2].posterior["weight"], name).loc[1, 0] for name in "sr")
@@ -350,16 +503,22 @@ def test_bitsandbytes_layers_take_factors(tmp_path: Path) -> None:
     sb.elbo(sb.categorical(outputs, y), net, num_data=100).loss.backward()
     assert all(p.grad is not None for p in net.parameters() if p.requires_grad)
     again = sb.load(copy.deepcopy(plain), sb.save(net, tmp_path / "posterior"))
-    assert torch.equal(sb.predict(again, x, seed=1).probs, sb.predict(net, x, seed=1).probs)
+    assert torch.equal(
+        sb.predict(again, x, seed=1).probs, sb.predict(net, x, seed=1).probs
+    )
     assert sb.laplace(copy.deepcopy(plain), [(x, y)]).log_evidence < 0
-    with pytest.raises(ValueError, match="takes inputs of width 8"):  # and says nothing of integers
+    with pytest.raises(
+        ValueError, match="takes inputs of width 8"
+    ):  # and says nothing of integers
         sb.predict(net, torch.randn(6, 5))
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["lora-first", "posterior-first"])
 def test_lora_before_or_after(before: bool, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False
+    )
     x, y = torch.randn(6, 4), torch.randint(3, (6,))
 
     def build() -> nn.Module:
@@ -369,7 +528,9 @@ def test_lora_before_or_after(before: bool, tmp_path: Path) -> None:
     net = build()
     if before:  # a posterior over LoRA's own factors is one line
         sb.bayesianize(net, sb.Rank1(members=2), include=r".*lora_[AB].*")
-        converted = [row.name for row in sb.summary(net).rows if row.status == "converted"]
+        converted = [
+            row.name for row in sb.summary(net).rows if row.status == "converted"
+        ]
         assert len(converted) == 4 and all("lora_" in name for name in converted)
     else:
         sb.bayesianize(net, sb.Rank1(members=2), include="score", train="posterior")
@@ -377,7 +538,9 @@ def test_lora_before_or_after(before: bool, tmp_path: Path) -> None:
         for p in posteriors_of(net):  # peft freezes all but its own
             p.requires_grad_(True)
     trains = names(net)
-    assert any("lora_A" in name for name in trains) and any(".posterior." in name for name in trains)
+    assert any("lora_A" in name for name in trains) and any(
+        ".posterior." in name for name in trains
+    )
     assert not any(name.endswith("q_proj.base_layer.weight") for name in trains)
     outputs = sb.sample(net, x)
     assert outputs.shape == (2, 6, 3) and not torch.equal(outputs[0], outputs[1])
@@ -386,4 +549,6 @@ def test_lora_before_or_after(before: bool, tmp_path: Path) -> None:
     if before:
         path = sb.save(net, tmp_path / "posterior")
         again = sb.load(build(), path)
-        assert torch.equal(sb.predict(again, x, seed=1).probs, sb.predict(net, x, seed=1).probs)
+        assert torch.equal(
+            sb.predict(again, x, seed=1).probs, sb.predict(net, x, seed=1).probs
+        )

@@ -23,7 +23,9 @@ def test_every_result_is_one_of_the_crops_of_its_padded_image(flip: bool) -> Non
     for image, result in zip(images, out, strict=True):
         padded = F.pad(image, (2, 2, 2, 2))
         crops = {
-            (i, j, f): padded[:, i : i + 5, j : j + 6].flip(2) if f else padded[:, i : i + 5, j : j + 6]
+            (i, j, f): padded[:, i : i + 5, j : j + 6].flip(2)
+            if f
+            else padded[:, i : i + 5, j : j + 6]
             for i in range(5)
             for j in range(5)
             for f in (0, 1)
@@ -48,7 +50,12 @@ def test_places_and_mirrors_are_evenly_spread() -> None:
             expected[row, column] = share / 18
     assert not counts[expected.flatten() == 0].any()
     kept = expected.flatten() > 0
-    assert stats.chisquare(counts[kept].numpy(), 5000 * expected.flatten()[kept].numpy()).pvalue > 1e-4
+    assert (
+        stats.chisquare(
+            counts[kept].numpy(), 5000 * expected.flatten()[kept].numpy()
+        ).pvalue
+        > 1e-4
+    )
 
 
 def test_no_padding_and_no_flip_change_nothing() -> None:
@@ -64,7 +71,10 @@ def test_a_generator_decides_alone() -> None:
     torch.manual_seed(1)
     assert torch.equal(first, pad_crop_flip(images, generator=two))
     assert not torch.equal(first, pad_crop_flip(images, generator=two))
-    assert torch.equal(resized_crop(images, 4, generator=one), resized_crop(images, 4, generator=_after(first_uses=2)))
+    assert torch.equal(
+        resized_crop(images, 4, generator=one),
+        resized_crop(images, 4, generator=_after(first_uses=2)),
+    )
 
 
 def _after(first_uses: int) -> torch.Generator:
@@ -80,7 +90,9 @@ def test_whole_images_of_their_own_shape_come_back_resized() -> None:
     out = resized_crop(images, 12, scale=(1.0, 1.0), ratio=(1.0, 1.0), flip=False)
     torch.testing.assert_close(out, images, rtol=0, atol=1e-6)
     larger = resized_crop(images, 30, scale=(1.0, 1.0), ratio=(1.0, 1.0), flip=False)
-    torch.testing.assert_close(larger, F.interpolate(images, size=30, mode="bilinear"), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        larger, F.interpolate(images, size=30, mode="bilinear"), rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.slow
@@ -94,8 +106,16 @@ def test_every_result_is_a_crop_that_interpolate_would_resize() -> None:
             for left in range(9):
                 for bottom in range(top + 1, 8):
                     for right in range(left + 1, 10):
-                        crop = F.interpolate(image[None, :, top:bottom, left:right], size=5, mode="bilinear")[0]
-                        best = min(best, float((crop - result).abs().max()), float((crop.flip(2) - result).abs().max()))
+                        crop = F.interpolate(
+                            image[None, :, top:bottom, left:right],
+                            size=5,
+                            mode="bilinear",
+                        )[0]
+                        best = min(
+                            best,
+                            float((crop - result).abs().max()),
+                            float((crop.flip(2) - result).abs().max()),
+                        )
         assert best < 1e-5
 
 

@@ -21,7 +21,9 @@ from slimbayes.data import load, prepare
 from slimbayes.data.catalog import FORMAT
 from slimbayes.data.dataset import Dataset
 
-REAL = Path(os.environ.get("SLIMBAYES_DATA", Path(__file__).parents[3] / "shared" / "data"))
+REAL = Path(
+    os.environ.get("SLIMBAYES_DATA", Path(__file__).parents[3] / "shared" / "data")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +36,14 @@ def write_mnist(root: Path, seed: int = 0, rows: int = 6) -> Path:
     rng, folder = np.random.default_rng(seed), root / "mnist"
     folder.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", rows), ("t10k", 3)):
-        for kind, shape, top in (("images-idx3", (count, 28, 28), 256), ("labels-idx1", (count,), 10)):
+        for kind, shape, top in (
+            ("images-idx3", (count, 28, 28), 256),
+            ("labels-idx1", (count,), 10),
+        ):
             values = rng.integers(0, top, shape, dtype=np.uint8)
-            header = bytes((0, 0, 8, len(shape))) + struct.pack(f">{len(shape)}I", *shape)
+            header = bytes((0, 0, 8, len(shape))) + struct.pack(
+                f">{len(shape)}I", *shape
+            )
             (folder / f"{split}-{kind}-ubyte").write_bytes(header + values.tobytes())
     return root
 
@@ -44,20 +51,27 @@ def write_mnist(root: Path, seed: int = 0, rows: int = 6) -> Path:
 def write_fog(root: Path) -> Path:
     (root / "CIFAR-10-C").mkdir(parents=True)
     rng = np.random.default_rng(0)
-    np.save(root / "CIFAR-10-C" / "fog.npy", rng.integers(0, 256, (40, 32, 32, 3), dtype=np.uint8))
+    np.save(
+        root / "CIFAR-10-C" / "fog.npy",
+        rng.integers(0, 256, (40, 32, 32, 3), dtype=np.uint8),
+    )
     np.save(root / "CIFAR-10-C" / "labels.npy", np.tile(rng.integers(0, 10, 8), 5))
     return root
 
 
 def write_yacht(root: Path) -> Path:
     root.mkdir(exist_ok=True)
-    (root / "yacht.csv").write_text("a,b,y\n" + "".join(f"{i},{i * i},{i / 7}\n" for i in range(9)))
+    (root / "yacht.csv").write_text(
+        "a,b,y\n" + "".join(f"{i},{i * i},{i / 7}\n" for i in range(9))
+    )
     return root
 
 
 def write_imdb(root: Path) -> Path:
     (root / "imdb").mkdir(parents=True)
-    (root / "imdb" / "reviews.txt.xz").write_bytes(lzma.compress("bad film\ngood film\nno ünïcode\nyes\n".encode()))
+    (root / "imdb" / "reviews.txt.xz").write_bytes(
+        lzma.compress("bad film\ngood film\nno ünïcode\nyes\n".encode())
+    )
     np.save(root / "imdb" / "ratings.npy", np.array([1, 9, 2, 10], np.uint8))
     return root
 
@@ -67,7 +81,9 @@ def write_votes(root: Path) -> Path:
     for folder in ("cifar10", "cifar10h"):
         (root / folder).mkdir(parents=True)
     (root / "cifar10" / "test_batch.bin").write_bytes(bytes(2 * 3073))
-    np.save(root / "cifar10h" / "cifar10h-counts.npy", np.eye(2, 10, dtype=np.int64) + 1)
+    np.save(
+        root / "cifar10h" / "cifar10h-counts.npy", np.eye(2, 10, dtype=np.int64) + 1
+    )
     return root
 
 
@@ -81,9 +97,19 @@ SETS: dict[str, Callable[[Path], Path]] = {
 
 
 def equal(a: Dataset, b: Dataset) -> bool:
-    words = (a.classes, a.vocabulary, list(a.splits)) == (b.classes, b.vocabulary, list(b.splits))
-    pairs = [(getattr(a.splits[s], axis), getattr(b.splits[s], axis)) for s in a.splits for axis in "xy"]
-    return words and all(torch.equal(one, other) and one.dtype == other.dtype for one, other in pairs)
+    words = (a.classes, a.vocabulary, list(a.splits)) == (
+        b.classes,
+        b.vocabulary,
+        list(b.splits),
+    )
+    pairs = [
+        (getattr(a.splits[s], axis), getattr(b.splits[s], axis))
+        for s in a.splits
+        for axis in "xy"
+    ]
+    return words and all(
+        torch.equal(one, other) and one.dtype == other.dtype for one, other in pairs
+    )
 
 
 def mapped(folder: Path) -> bool:
@@ -98,13 +124,21 @@ def test_a_cache_equals_its_source_and_is_mapped(name: str, tmp_path: Path) -> N
     steps: list[tuple[int, int, str]] = []
     folder = prepare(name, root, progress=lambda *step: steps.append(step))
     assert folder == root / ".slimbayes-cache" / name
-    assert {path.name for path in folder.iterdir()} == {f"{s.replace('/', '-')}.safetensors" for s in plain.splits}
+    assert {path.name for path in folder.iterdir()} == {
+        f"{s.replace('/', '-')}.safetensors" for s in plain.splits
+    }
     count = len(plain.splits)
-    assert steps == [*((done, count, split) for done, split in enumerate(plain.splits)), (count, count, "done")]
+    assert steps == [
+        *((done, count, split) for done, split in enumerate(plain.splits)),
+        (count, count, "done"),
+    ]
     data = load(name, root)
     assert equal(data, plain) and mapped(folder)
     one = list(plain.splits)[-1]
-    assert equal(load(name, root, [one]), Dataset(name, {one: plain.splits[one]}, plain.classes, plain.vocabulary))
+    assert equal(
+        load(name, root, [one]),
+        Dataset(name, {one: plain.splits[one]}, plain.classes, plain.vocabulary),
+    )
 
 
 def test_writing_to_a_mapped_tensor_changes_memory_only(tmp_path: Path) -> None:
@@ -117,7 +151,11 @@ def test_writing_to_a_mapped_tensor_changes_memory_only(tmp_path: Path) -> None:
 def test_the_cache_is_what_is_read(tmp_path: Path) -> None:
     """Pixels that change behind the back of size and time are not seen: this is the price of not reading the source."""
     root = write_mnist(tmp_path)
-    plain, _, file = load("mnist", root), prepare("mnist", root), root / "mnist" / "train-images-idx3-ubyte"
+    plain, _, file = (
+        load("mnist", root),
+        prepare("mnist", root),
+        root / "mnist" / "train-images-idx3-ubyte",
+    )
     before = file.stat()
     file.write_bytes(file.read_bytes()[:-1] + b"\x07")
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -132,18 +170,26 @@ def test_a_changed_source_makes_the_cache_stale(tmp_path: Path) -> None:
     first = load("mnist", root)
     folder = prepare("mnist", root)
     for file in (root / "mnist").iterdir():
-        os.utime(file, ns=(1, 1))  # as after copying: the content decides, and is the same
+        os.utime(
+            file, ns=(1, 1)
+        )  # as after copying: the content decides, and is the same
     assert equal(load("mnist", root), first) and mapped(folder)
     write_mnist(root, seed=1)
     with pytest.warns(
-        UserWarning, match=r"cache .*mnist is not used: its source mnist/t.*-ubyte has changed.*prepare it again"
+        UserWarning,
+        match=r"cache .*mnist is not used: its source mnist/t.*-ubyte has changed.*prepare it again",
     ):
         second = load("mnist", root)
     assert not equal(first, second)
     prepare("mnist", root)
     assert equal(load("mnist", root), second) and len(list(folder.iterdir())) == 2
-    (root / "mnist" / "t10k-labels-idx1-ubyte").rename(root / "mnist" / "t10k-labels.idx1-ubyte")
-    with pytest.warns(UserWarning, match="other files than it was made from, such as mnist/t10k-labels"):
+    (root / "mnist" / "t10k-labels-idx1-ubyte").rename(
+        root / "mnist" / "t10k-labels.idx1-ubyte"
+    )
+    with pytest.warns(
+        UserWarning,
+        match="other files than it was made from, such as mnist/t10k-labels",
+    ):
         assert equal(load("mnist", root), second)
 
 
@@ -151,7 +197,9 @@ def test_the_files_of_another_set_count(tmp_path: Path) -> None:
     root = write_votes(tmp_path)
     prepare("cifar10h", root)
     (root / "cifar10" / "test_batch.bin").write_bytes(bytes(3073) + b"\x01" * 3073)
-    with pytest.warns(UserWarning, match="its source cifar10/test_batch.bin has changed"):
+    with pytest.warns(
+        UserWarning, match="its source cifar10/test_batch.bin has changed"
+    ):
         assert int(load("cifar10h", root).test.x[1, 0, 0, 0]) == 1
 
 
@@ -171,7 +219,9 @@ def damage(folder: Path, kind: str) -> None:
     elif kind == "header":
         file.write_bytes(whole[:9] + b"!" + whole[10:])
     elif kind == "format":
-        file.write_bytes(whole.replace(f'"format":"{FORMAT}"'.encode(), b'"format":"9"'))
+        file.write_bytes(
+            whole.replace(f'"format":"{FORMAT}"'.encode(), b'"format":"9"')
+        )
     elif kind == "other set":
         file.write_bytes(whole.replace(b'"name":"mnist"', b'"name":"kmnis"'))
     elif kind == "sources":
@@ -180,14 +230,20 @@ def damage(folder: Path, kind: str) -> None:
         file.write_bytes(whole.replace(b'"x":{"dtype"', b'"z":{"dtype"'))
 
 
-@pytest.mark.parametrize("kind", ["short", "empty", "header", "format", "other set", "sources", "tensors"])
-def test_a_damaged_cache_is_not_used_and_can_be_replaced(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", ["short", "empty", "header", "format", "other set", "sources", "tensors"]
+)
+def test_a_damaged_cache_is_not_used_and_can_be_replaced(
+    kind: str, tmp_path: Path
+) -> None:
     root = write_mnist(tmp_path)
     plain, folder = load("mnist", root), prepare("mnist", root)
     before = (folder / "train.safetensors").read_bytes()
     damage(folder, kind)
     assert (folder / "train.safetensors").read_bytes() != before
-    with pytest.warns(UserWarning, match="damaged|in format '9'|it is of 'kmnis'") as caught:
+    with pytest.warns(
+        UserWarning, match="damaged|in format '9'|it is of 'kmnis'"
+    ) as caught:
         assert equal(load("mnist", root), plain)
     assert caught[0].filename == __file__  # the caller's line, not ours
     prepare("mnist", root)
@@ -198,17 +254,26 @@ def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     root = write_mnist(tmp_path / "data")
     plain = load("mnist", root)
     assert prepare("mnist", root, out=tmp_path / "mine") == tmp_path / "mine"
-    assert equal(load("mnist", root, cache=tmp_path / "mine"), plain) and mapped(tmp_path / "mine")
+    assert equal(load("mnist", root, cache=tmp_path / "mine"), plain) and mapped(
+        tmp_path / "mine"
+    )
     monkeypatch.setenv("SLIMBAYES_CACHE", str(tmp_path / "all"))
     assert prepare("mnist", root) == tmp_path / "all" / "mnist"
-    assert equal(load("mnist", root), plain) and mapped(tmp_path / "all") and not (root / ".slimbayes-cache").exists()
+    assert (
+        equal(load("mnist", root), plain)
+        and mapped(tmp_path / "all")
+        and not (root / ".slimbayes-cache").exists()
+    )
 
 
 def test_folders_of_images_are_refused(tmp_path: Path) -> None:
     for split in ("train", "val"):
         (tmp_path / "imagenet" / split / "n01").mkdir(parents=True)
         Image.new("RGB", (4, 4)).save(tmp_path / "imagenet" / split / "n01" / "a.png")
-    with pytest.raises(ValueError, match="imagenet is a folder of images of many sizes.*not kept as arrays"):
+    with pytest.raises(
+        ValueError,
+        match="imagenet is a folder of images of many sizes.*not kept as arrays",
+    ):
         prepare("imagenet", tmp_path)
 
 
@@ -222,14 +287,18 @@ def spoil(root: Path) -> None:
 
 
 @pytest.mark.parametrize("cause", ["source", "disk", "interrupt"])
-def test_failure_leaves_no_part_and_keeps_the_old(cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_leaves_no_part_and_keeps_the_old(
+    cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = write_mnist(tmp_path / "data", seed=1)
     folder = prepare("mnist", root)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     write_mnist(root)
     if cause == "source":
         spoil(root)
-        with pytest.raises(ValueError, match="t10k-labels-idx1-ubyte, record 2: label 99"):
+        with pytest.raises(
+            ValueError, match="t10k-labels-idx1-ubyte, record 2: label 99"
+        ):
             prepare("mnist", root)
     elif cause == "interrupt":
         with pytest.raises(KeyboardInterrupt):
@@ -239,10 +308,15 @@ def test_failure_leaves_no_part_and_keeps_the_old(cause: str, tmp_path: Path, mo
         with pytest.raises(OSError, match="No space left on device"):
             prepare("mnist", root)
     after = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert after.keys() == before.keys() and after["test.safetensors"] == before["test.safetensors"]
+    assert (
+        after.keys() == before.keys()
+        and after["test.safetensors"] == before["test.safetensors"]
+    )
     write_mnist(root)
     new = load_quietly(root)
-    assert equal(new, load("mnist", root, cache=tmp_path / "none")), "a mix of old and new is never used"
+    assert equal(new, load("mnist", root, cache=tmp_path / "none")), (
+        "a mix of old and new is never used"
+    )
 
 
 def interrupted(done: int, total: int, split: str) -> None:
@@ -267,9 +341,13 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         except OSError as error:
             print(error)
     """
-    assert forks.exit_codes([forks.start(exec, textwrap.dedent(code), {}, log=tmp_path / "log")], 60) == [0]
+    assert forks.exit_codes(
+        [forks.start(exec, textwrap.dedent(code), {}, log=tmp_path / "log")], 60
+    ) == [0]
     said = (tmp_path / "log").read_text()
-    assert "train.safetensors cannot be written: " in said and "File too large" in said, said
+    assert (
+        "train.safetensors cannot be written: " in said and "File too large" in said
+    ), said
     assert not list((root / ".slimbayes-cache" / "mnist").iterdir())
 
 
@@ -284,7 +362,9 @@ def test_kill_before_a_file_is_in_place(tmp_path: Path) -> None:
         Path.replace = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
         prepare("mnist", {str(root)!r})
     """
-    assert forks.exit_codes([forks.start(exec, textwrap.dedent(code), {})], 60) == [-signal.SIGKILL]
+    assert forks.exit_codes([forks.start(exec, textwrap.dedent(code), {})], 60) == [
+        -signal.SIGKILL
+    ]
     (left,) = folder.iterdir()
     assert left.name.startswith(".") and equal(load("mnist", root), plain)
     os.utime(left, (1, 1))  # long ago: the writer is gone
@@ -304,7 +384,10 @@ def test_a_source_that_changes_while_it_is_read(tmp_path: Path) -> None:
     def meddle(*step: object) -> None:
         write_mnist(root, seed=2)
 
-    with pytest.raises(ValueError, match="mnist: its source .* has changed while it was being read; prepare it again"):
+    with pytest.raises(
+        ValueError,
+        match="mnist: its source .* has changed while it was being read; prepare it again",
+    ):
         prepare("mnist", root, progress=meddle)
     assert not list((root / ".slimbayes-cache" / "mnist").iterdir())
 
@@ -326,5 +409,8 @@ def test_the_real_mnist(tmp_path: Path) -> None:
             f"NOT CHECKED on real data: {REAL / 'mnist'} does not exist; set SLIMBAYES_DATA to a folder that has it."
         )
     prepare("mnist", REAL, out=tmp_path / "cache")
-    data, plain = load("mnist", REAL, cache=tmp_path / "cache"), load("mnist", REAL, cache=tmp_path / "none")
+    data, plain = (
+        load("mnist", REAL, cache=tmp_path / "cache"),
+        load("mnist", REAL, cache=tmp_path / "none"),
+    )
     assert mapped(tmp_path / "cache") and equal(data, plain)

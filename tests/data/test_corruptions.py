@@ -32,7 +32,9 @@ FIXED = (
     "gaussian_blur",
     "saturate",
 )
-SHARED = Path(os.environ.get("SLIMBAYES_DATA", Path(__file__).parents[3] / "shared" / "data"))
+SHARED = Path(
+    os.environ.get("SLIMBAYES_DATA", Path(__file__).parents[3] / "shared" / "data")
+)
 COLOURS = ((200, 10, 30), (10, 200, 30), (10, 30, 200), (90, 90, 90), (250, 240, 5))
 
 
@@ -40,9 +42,13 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(seed)
 
 
-def pictures(batch: int = 4, channels: int = 3, height: int = 32, width: int = 32) -> Tensor:
+def pictures(
+    batch: int = 4, channels: int = 3, height: int = 32, width: int = 32
+) -> Tensor:
     """Smooth shapes with some grain and full range, as bytes / 255."""
-    grain = torch.randn(batch, channels, height, width, generator=seeded(7), device="cpu")
+    grain = torch.randn(
+        batch, channels, height, width, generator=seeded(7), device="cpu"
+    )
     x = filters.gaussian(grain, 2.0) * 4 + 0.3 * filters.gaussian(grain, 0.6)
     x = (0.5 + 0.22 * x).clamp(0, 1)
     return (torch.round(x * 255) / 255).to(torch.get_default_device())
@@ -76,7 +82,9 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "frost"
     folder.mkdir()
     for name, colour in zip((*weather.PHOTOS, "frost6.jpg"), (*COLOURS, (0, 0, 0))):
-        Image.new("RGB", (300, 240), colour).save(folder / name, **({"quality": 100} if name.endswith("jpg") else {}))
+        Image.new("RGB", (300, 240), colour).save(
+            folder / name, **({"quality": 100} if name.endswith("jpg") else {})
+        )
     return folder
 
 
@@ -86,12 +94,22 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_shape_dtype_range_levels_and_seed(name: str, photos: Path) -> None:
-    for height, width, style in ((32, 32, None), (70, 45, None), (32, 32, "imagenet"), (70, 45, "cifar")):
+    for height, width, style in (
+        (32, 32, None),
+        (70, 45, None),
+        (32, 32, "imagenet"),
+        (70, 45, "cifar"),
+    ):
         x = pictures(4, 3, height, width)
         before = x.clone()
         for severity in range(1, 6):
             y = corrupt(x, name, severity, seeded(severity), style, photos)
-            assert y.shape == x.shape and y.dtype == x.dtype and y.device == x.device and y.is_contiguous()
+            assert (
+                y.shape == x.shape
+                and y.dtype == x.dtype
+                and y.device == x.device
+                and y.is_contiguous()
+            )
             assert float(y.min()) >= 0 and float(y.max()) <= 1
             torch.testing.assert_close(y * 255, torch.round(y * 255), atol=1e-4, rtol=0)
             assert y.equal(corrupt(x, name, severity, seeded(severity), style, photos))
@@ -105,7 +123,9 @@ def test_images_get_their_own_randomness(name: str, style: str, photos: Path) ->
     x = pictures(1).expand(12, -1, -1, -1)
     y = corrupt(x, name, 5, seeded(), style, photos)  # type: ignore[arg-type]
     apart = [not y[i].equal(y[0]) for i in range(1, 12)]
-    assert not any(apart) if name in FIXED else sum(apart) >= 6  # frost may draw the same photo
+    assert (
+        not any(apart) if name in FIXED else sum(apart) >= 6
+    )  # frost may draw the same photo
 
 
 @pytest.mark.slow
@@ -146,8 +166,12 @@ def test_change_grows_with_severity(name: str, style: str) -> None:
 def test_batch_equals_images_one_by_one(name: str) -> None:
     x = pictures(5)
     for severity in (1, 5):
-        singly = torch.cat([corrupt(image, name, severity, quantize=False) for image in x.split(1)])
-        torch.testing.assert_close(corrupt(x, name, severity, quantize=False), singly, atol=1e-6, rtol=0)
+        singly = torch.cat(
+            [corrupt(image, name, severity, quantize=False) for image in x.split(1)]
+        )
+        torch.testing.assert_close(
+            corrupt(x, name, severity, quantize=False), singly, atol=1e-6, rtol=0
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -184,7 +208,9 @@ def test_quantize_rounds_down() -> None:
     gap = (fine - corrupt(x, "gaussian_blur", 5)) * 255
     assert float(gap.min()) > -2e-3 and 0.9 < float(gap.max()) < 1.001
     levels = torch.arange(256) / 255
-    assert torch.equal(torch.round(filters.truncate_levels(levels) * 255), torch.arange(256.0))
+    assert torch.equal(
+        torch.round(filters.truncate_levels(levels) * 255), torch.arange(256.0)
+    )
 
 
 def test_every_name_has_five_strengths_in_both_styles() -> None:
@@ -196,10 +222,19 @@ def test_every_name_has_five_strengths_in_both_styles() -> None:
 # Noise: moments -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("style", "severity"), each(["cifar", "imagenet"], [1, 2, 3, 4, 5]))
+@pytest.mark.parametrize(
+    ("style", "severity"), each(["cifar", "imagenet"], [1, 2, 3, 4, 5])
+)
 def test_noise_has_the_stated_moments(style: str, severity: int) -> None:
     def run(name: str, level: float) -> Tensor:
-        return corrupt(torch.full((20, 3, 64, 64), level), name, severity, seeded(severity), style, quantize=False)  # type: ignore[arg-type]
+        return corrupt(
+            torch.full((20, 3, 64, 64), level),
+            name,
+            severity,
+            seeded(severity),
+            style,
+            quantize=False,
+        )  # type: ignore[arg-type]
 
     def strength(name: str) -> float:
         return STRENGTHS[style][name][severity - 1][0]  # type: ignore[index]
@@ -208,7 +243,9 @@ def test_noise_has_the_stated_moments(style: str, severity: int) -> None:
     y = run("gaussian_noise", 0.5)
     inside = math.erf(0.5 / std / 2**0.5)  # what the clip leaves alone
     if std < 0.15:  # clipping cannot be felt
-        assert abs(float(y.std()) / std - 1) < 0.01 and abs(float(y.mean()) - 0.5) < 0.002
+        assert (
+            abs(float(y.std()) / std - 1) < 0.01 and abs(float(y.mean()) - 0.5) < 0.002
+        )
     assert abs(float(((y > 0) & (y < 1)).double().mean()) - inside) < 0.005
     std = strength("speckle_noise")
     y = run("speckle_noise", 0.25)
@@ -218,7 +255,10 @@ def test_noise_has_the_stated_moments(style: str, severity: int) -> None:
     counts = y * photons
     torch.testing.assert_close(counts, counts.round(), atol=1e-4, rtol=0)
     if photons >= 12:  # fewer photons: the clip at 1 bites
-        assert abs(float(y.var()) / (0.2 / photons) - 1) < 0.02 and abs(float(y.mean()) - 0.2) < 0.002
+        assert (
+            abs(float(y.var()) / (0.2 / photons) - 1) < 0.02
+            and abs(float(y.mean()) - 0.2) < 0.002
+        )
     y = run("impulse_noise", 0.5)
     amount = strength("impulse_noise")
     for value in (0.0, 1.0):
@@ -244,7 +284,9 @@ def test_gaussian_and_defocus_blur_against_scipy(style: str) -> None:
         disk = (row[:, None] ** 2 + row**2 <= radius**2).astype(float)
         bell = np.exp(-(np.arange(-soft, soft + 1) ** 2) / (2 * alias**2))
         bell /= bell.sum()
-        kernel = ndimage.correlate(disk / disk.sum(), np.outer(bell, bell), mode="mirror")
+        kernel = ndimage.correlate(
+            disk / disk.sum(), np.outer(bell, bell), mode="mirror"
+        )
         want = ndimage.correlate(numpy(x), kernel[None, None], mode="mirror")
         got = corrupt(x, "defocus_blur", severity, style=style, quantize=False)  # type: ignore[arg-type]
         np.testing.assert_allclose(numpy(got), want.clip(0, 1), atol=5e-6)
@@ -253,13 +295,17 @@ def test_gaussian_and_defocus_blur_against_scipy(style: str) -> None:
 def test_smoothing_wider_than_the_image_reflects_many_times() -> None:
     x = pictures(1, 1, 20, 13)
     want = ndimage.gaussian_filter(numpy(x)[0, 0], 17.0, mode="reflect", truncate=3)
-    np.testing.assert_allclose(numpy(filters.gaussian(x, 17.0, "reflect", 3.0))[0, 0], want, atol=1e-6)
+    np.testing.assert_allclose(
+        numpy(filters.gaussian(x, 17.0, "reflect", 3.0))[0, 0], want, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("size", [32, 45, 224])
 def test_zoom_against_scipy(size: int) -> None:
     line = np.random.default_rng(0).random(size)
-    factors = {f for table in STRENGTHS.values() for rows in table["zoom_blur"] for f in rows}
+    factors = {
+        f for table in STRENGTHS.values() for rows in table["zoom_blur"] for f in rows
+    }
     for factor in sorted(factors | {1.75, 2.25, 3.0, 4.5}):
         crop = int(np.ceil(size / factor))
         start = (size - crop) // 2
@@ -267,12 +313,17 @@ def test_zoom_against_scipy(size: int) -> None:
         trim = (len(grown) - size) // 2
         want = grown[trim : trim + size]
         np.testing.assert_allclose(
-            filters.zoom_matrix(size, factor).numpy() @ line, want, atol=1e-12, err_msg=str(factor)
+            filters.zoom_matrix(size, factor).numpy() @ line,
+            want,
+            atol=1e-12,
+            err_msg=str(factor),
         )
 
 
 def test_zoom_blur_takes_numpys_factors() -> None:
-    for stop, rows in zip((1.06, 1.11, 1.16, 1.21, 1.26), STRENGTHS["cifar"]["zoom_blur"]):
+    for stop, rows in zip(
+        (1.06, 1.11, 1.16, 1.21, 1.26), STRENGTHS["cifar"]["zoom_blur"]
+    ):
         np.testing.assert_array_equal(rows, np.arange(1, stop, 0.01))
     large = ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03))
     for (stop, step), rows in zip(large, STRENGTHS["imagenet"]["zoom_blur"]):
@@ -286,14 +337,19 @@ def test_zoom_blur_takes_numpys_factors() -> None:
 @pytest.mark.parametrize("reach", [1, 2, 4])
 def test_glass_moves_against_numpys_swap(reach: int) -> None:
     size = (20, 27)
-    down, right = torch.randint(-reach, reach, (2, 3, *size), generator=seeded(reach), device="cpu")
+    down, right = torch.randint(
+        -reach, reach, (2, 3, *size), generator=seeded(reach), device="cpu"
+    )
     image = np.random.default_rng(0).integers(0, 256, (*size, 3)).astype(np.uint8)
     for i in range(3):
         want = image.copy()
         for h in range(size[0] - reach, reach, -1):
             for w in range(size[1] - reach, reach, -1):
                 h2, w2 = h + int(down[i, h, w]), w + int(right[i, h, w])
-                want[h, w], want[h2, w2] = want[h2, w2], want[h, w]  # on views: the quirk
+                want[h, w], want[h2, w2] = (
+                    want[h2, w2],
+                    want[h, w],
+                )  # on views: the quirk
         index = effects.moved(down, right, reach)[i].numpy()
         np.testing.assert_array_equal(image.reshape(-1, 3)[index], want)
 
@@ -305,7 +361,10 @@ def slow_motion(x: np.ndarray, radius: int, sigma: float, angle: float) -> np.nd
     padded = np.pad(x, far, mode="edge")
     for i, weight in enumerate(weights / weights.sum()):
         dy, dx = (-int(np.ceil(i * f(angle) - 0.5)) for f in (np.sin, np.cos))
-        out += weight * padded[far - dy : far - dy + x.shape[0], far - dx : far - dx + x.shape[1]]
+        out += (
+            weight
+            * padded[far - dy : far - dy + x.shape[0], far - dx : far - dx + x.shape[1]]
+        )
     return out
 
 
@@ -316,17 +375,26 @@ def test_motion_against_a_loop() -> None:
         got = numpy(filters.motion(x, radius, sigma, angle))
         for i, c in np.ndindex(4, 2):
             np.testing.assert_allclose(
-                got[i, c], slow_motion(numpy(x)[i, c], radius, sigma, float(angle[i])), atol=1e-6
+                got[i, c],
+                slow_motion(numpy(x)[i, c], radius, sigma, float(angle[i])),
+                atol=1e-6,
             )
 
 
 def test_motion_angles_fill_their_ranges() -> None:
     x = torch.zeros(400, 1, 4, 4)
-    for function, name, low, high in ((effects.motion_blur, "motion_blur", -45, 45), (weather.snow, "snow", -135, -45)):
+    for function, name, low, high in (
+        (effects.motion_blur, "motion_blur", -45, 45),
+        (weather.snow, "snow", -135, -45),
+    ):
         draw = Recorded(x, seeded())
         function(x, draw, *STRENGTHS["cifar"][name][0])
         angle = draw.log[-1]  # type: ignore[attr-defined]
-        assert angle.shape == (400,) and low <= angle.min() < low + 2 and high - 2 < angle.max() <= high
+        assert (
+            angle.shape == (400,)
+            and low <= angle.min() < low + 2
+            and high - 2 < angle.max() <= high
+        )
 
 
 # Weather ------------------------------------------------------------------------------------------------------------
@@ -338,20 +406,37 @@ def test_snow_against_scipy(severity: int) -> None:
     draw = Recorded(x, seeded())
     got = numpy(weather.snow(x, draw, *STRENGTHS["cifar"]["snow"][severity - 1]))
     field, angle = draw.log  # type: ignore[attr-defined]
-    _, _, factor, threshold, radius, sigma, mix = STRENGTHS["cifar"]["snow"][severity - 1]
+    _, _, factor, threshold, radius, sigma, mix = STRENGTHS["cifar"]["snow"][
+        severity - 1
+    ]
     crop = int(np.ceil(32 / factor))
     start = (32 - crop) // 2
     for i in range(3):
-        grown = ndimage.zoom(field[i, 0, start : start + crop, start : start + crop], factor, order=1)
+        grown = ndimage.zoom(
+            field[i, 0, start : start + crop, start : start + crop], factor, order=1
+        )
         trim = (len(grown) - 32) // 2
         flakes = grown[trim : trim + 32, trim : trim + 32]
-        flakes = np.floor(np.where(flakes < threshold, 0, flakes).clip(0, 1) * 255) / 255
-        flakes = np.round(slow_motion(flakes, int(radius), sigma, np.deg2rad(angle[i])) * 255) / 255
+        flakes = (
+            np.floor(np.where(flakes < threshold, 0, flakes).clip(0, 1) * 255) / 255
+        )
+        flakes = (
+            np.round(
+                slow_motion(flakes, int(radius), sigma, np.deg2rad(angle[i])) * 255
+            )
+            / 255
+        )
         image = numpy(x)[i]
         gray = 0.299 * image[0] + 0.587 * image[1] + 0.114 * image[2]
-        want = mix * image + (1 - mix) * np.maximum(image, gray * 1.5 + 0.5) + flakes + np.rot90(flakes, 2)
+        want = (
+            mix * image
+            + (1 - mix) * np.maximum(image, gray * 1.5 + 0.5)
+            + flakes
+            + np.rot90(flakes, 2)
+        )
         assert (
-            np.mean(np.abs(got[i] - want) > 1e-5) < 0.01 and np.abs(got[i] - want).max() < 2.1 / 255
+            np.mean(np.abs(got[i] - want) > 1e-5) < 0.01
+            and np.abs(got[i] - want).max() < 2.1 / 255
         )  # ties of rounding
 
 
@@ -364,19 +449,28 @@ def test_plasma_against_a_loop() -> None:
     while step >= 2:
         half, n = step // 2, side // step
         for (top, left), around in (
-            ((half, half), ((-half, -half), (-half, half), (half, -half), (half, half))),
+            (
+                (half, half),
+                ((-half, -half), (-half, half), (half, -half), (half, half)),
+            ),
             ((0, half), ((-half, 0), (half, 0), (0, -half), (0, half))),
             ((half, 0), ((-half, 0), (half, 0), (0, -half), (0, half))),
         ):
             noise = next(log)
-            assert np.abs(noise).max() <= wibble**2 and (n < 8 or np.abs(noise).max() > 0.9 * wibble**2)
+            assert np.abs(noise).max() <= wibble**2 and (
+                n < 8 or np.abs(noise).max() > 0.9 * wibble**2
+            )
             for b, i, j in np.ndindex(2, n, n):
                 y, x = top + i * step, left + j * step
-                near = [clouds[b, (y + dy) % side, (x + dx) % side] for dy, dx in around]
+                near = [
+                    clouds[b, (y + dy) % side, (x + dx) % side] for dy, dx in around
+                ]
                 clouds[b, y, x] = np.mean(near) + noise[b, i, j]
         step, wibble = half, wibble / decay
     clouds -= clouds.min((1, 2), keepdims=True)
-    np.testing.assert_allclose(got, clouds / clouds.max((1, 2), keepdims=True), atol=1e-12)
+    np.testing.assert_allclose(
+        got, clouds / clouds.max((1, 2), keepdims=True), atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("style", ["cifar", "imagenet"])
@@ -387,12 +481,16 @@ def test_fog_keeps_each_image_below_its_maximum(style: str) -> None:
         y = corrupt(x, "fog", severity, seeded(), style, quantize=False)  # type: ignore[arg-type]
         top = x.amax((1, 2, 3))
         assert bool((y.amax((1, 2, 3)) <= top * (1 + 1e-6)).all())
-        cloud = (y * ((top + amount) / top).view(-1, 1, 1, 1) - x) / amount  # the same for all channels
+        cloud = (
+            y * ((top + amount) / top).view(-1, 1, 1, 1) - x
+        ) / amount  # the same for all channels
         assert float(cloud.min()) > -1e-4 and float(cloud.max()) < 1.0001
         assert float((cloud - cloud[:, :1]).abs().max()) < 1e-3
 
 
-def test_frost_blends_with_one_of_five_photos(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frost_blends_with_one_of_five_photos(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = pictures(60)
     image, photo, _ = STRENGTHS["cifar"]["frost"][3]
     y = corrupt(x, "frost", 4, seeded(), frost_folder=photos, quantize=False)
@@ -415,7 +513,9 @@ def test_frost_crops_are_whole_pieces_at_random_places() -> None:
         range(26)
     )  # the last start is never drawn
     for i in (0, 1, 7):
-        assert crops[i].equal(photo[:, rows[i] : rows[i] + 32, columns[i] : columns[i] + 24])
+        assert crops[i].equal(
+            photo[:, rows[i] : rows[i] + 32, columns[i] : columns[i] + 24]
+        )
 
 
 def test_frost_covers_images_larger_than_the_photos(photos: Path) -> None:
@@ -423,12 +523,20 @@ def test_frost_covers_images_larger_than_the_photos(photos: Path) -> None:
     assert corrupt(x, "frost", 1, seeded(), frost_folder=photos).shape == x.shape
 
 
-def test_frost_says_which_photos_are_missing(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frost_says_which_photos_are_missing(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("SLIMBAYES_DATA", raising=False)
-    with pytest.raises(FileNotFoundError, match=r"frost1\.png.*frost_folder=.*SLIMBAYES_DATA/frost; it is not set"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"frost1\.png.*frost_folder=.*SLIMBAYES_DATA/frost; it is not set",
+    ):
         corrupt(pictures(1), "frost", 1)
     (tmp_path / "frost1.png").write_bytes((photos / "frost1.png").read_bytes())
-    with pytest.raises(FileNotFoundError, match=r"lacks frost2\.png, frost3\.png, frost4\.jpg, frost5\.jpg"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"lacks frost2\.png, frost3\.png, frost4\.jpg, frost5\.jpg",
+    ):
         corrupt(pictures(1), "frost", 1, frost_folder=tmp_path)
 
 
@@ -463,18 +571,24 @@ def test_contrast_keeps_channel_means_and_scales_deviations() -> None:
     for severity, factor in enumerate((0.75, 0.5, 0.4, 0.3, 0.15), 1):
         y = corrupt(x, "contrast", severity, quantize=False)
         torch.testing.assert_close(y.mean((2, 3)), x.mean((2, 3)), atol=1e-5, rtol=0)
-        torch.testing.assert_close(y.std((2, 3)), factor * x.std((2, 3)), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            y.std((2, 3)), factor * x.std((2, 3)), atol=1e-5, rtol=0
+        )
 
 
 @pytest.mark.parametrize("border", ["reflect", "mirror", "nearest"])
 def test_bilinear_against_scipy(border: str) -> None:
     x = pictures(2, 2, 17, 23).double()
-    rows, columns = torch.rand(2, 2, 17, 23, dtype=torch.float64) * 60 - 20  # far outside on every side
+    rows, columns = (
+        torch.rand(2, 2, 17, 23, dtype=torch.float64) * 60 - 20
+    )  # far outside on every side
     got = numpy(filters.bilinear(x, rows, columns, border))  # type: ignore[arg-type]
     for i, c in np.ndindex(2, 2):
         at = [numpy(rows[i]), numpy(columns[i])]
         np.testing.assert_allclose(
-            got[i, c], ndimage.map_coordinates(numpy(x)[i, c], at, order=1, mode=border), atol=1e-9
+            got[i, c],
+            ndimage.map_coordinates(numpy(x)[i, c], at, order=1, mode=border),
+            atol=1e-9,
         )
 
 
@@ -492,21 +606,33 @@ def test_elastic_against_scipy(style: str, size: tuple[int, int]) -> None:
         assert 0.5 * affine < np.abs(offsets).max() <= affine
         for i in range(2):
             middle, side = np.array([size[0] // 2, size[1] // 2]), min(size) // 3
-            corners = np.array([middle + side, [middle[0] + side, middle[1] - side], middle - side], float)
+            corners = np.array(
+                [middle + side, [middle[0] + side, middle[1] - side], middle - side],
+                float,
+            )
             ones = np.ones((3, 1))
-            back = np.linalg.solve(np.hstack([corners + offsets[i], ones]), corners)  # new (x, y, 1) -> old (x, y)
+            back = np.linalg.solve(
+                np.hstack([corners + offsets[i], ones]), corners
+            )  # new (x, y, 1) -> old (x, y)
             swap = back[[1, 0, 2]][:, ::-1]  # the same for (row, column)
             smooth = [
-                f if sigma == 0 else ndimage.gaussian_filter(f, sigma, mode="reflect", truncate=3) for f in fields[:, i]
+                f
+                if sigma == 0
+                else ndimage.gaussian_filter(f, sigma, mode="reflect", truncate=3)
+                for f in fields[:, i]
             ]
             at = np.mgrid[: size[0], : size[1]] + alpha * np.array(smooth)
             for c in range(3):
-                warped = ndimage.affine_transform(numpy(x)[i, c], swap[:2].T, swap[2], order=1, mode="mirror")
+                warped = ndimage.affine_transform(
+                    numpy(x)[i, c], swap[:2].T, swap[2], order=1, mode="mirror"
+                )
                 want = ndimage.map_coordinates(warped, at, order=1, mode="reflect")
                 np.testing.assert_allclose(got[i, c], want, atol=1e-8)
 
 
-@pytest.mark.parametrize(("style", "size"), each(["cifar", "imagenet"], [(32, 32), (45, 70), (224, 224)]))
+@pytest.mark.parametrize(
+    ("style", "size"), each(["cifar", "imagenet"], [(32, 32), (45, 70), (224, 224)])
+)
 def test_pixelate_equals_pillow(style: str, size: tuple[int, int]) -> None:
     x = pictures(2, 3, *size)
     for severity in range(1, 6):
@@ -521,7 +647,8 @@ def test_pixelate_equals_pillow(style: str, size: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("style", "size", "channels"), pairwise(["cifar", "imagenet"], [(32, 32), (40, 33), (23, 50), (9, 46)], [1, 3])
+    ("style", "size", "channels"),
+    pairwise(["cifar", "imagenet"], [(32, 32), (40, 33), (23, 50), (9, 46)], [1, 3]),
 )
 def test_jpeg_equals_pillow(style: str, size: tuple[int, int], channels: int) -> None:
     x = pictures(4, channels, *size)
@@ -532,10 +659,16 @@ def test_jpeg_equals_pillow(style: str, size: tuple[int, int], channels: int) ->
         for i in range(4):
             file = io.BytesIO()
             pixels = bytes_of(x[i])
-            Image.fromarray(pixels[..., 0] if channels == 1 else pixels).save(file, "JPEG", quality=int(quality))
+            Image.fromarray(pixels[..., 0] if channels == 1 else pixels).save(
+                file, "JPEG", quality=int(quality)
+            )
             want = np.asarray(Image.open(file)).reshape(pixels.shape).astype(int)
             gap = np.abs(bytes_of(got[i]).astype(int) - want)
-            assert gap.max() <= 1 and np.mean(gap > 0) < 2e-3, (quality, gap.max(), np.mean(gap > 0))
+            assert gap.max() <= 1 and np.mean(gap > 0) < 2e-3, (
+                quality,
+                gap.max(),
+                np.mean(gap > 0),
+            )
 
 
 # Spatter ------------------------------------------------------------------------------------------------------------
@@ -567,12 +700,17 @@ def wet_layer() -> np.ndarray:
 
 def test_water_equals_opencv() -> None:
     layer = wet_layer()
-    assert layer.sum() == 54296 and (layer * np.arange(576).reshape(24, 24)).sum() == 14897415  # the layer OpenCV saw
+    assert (
+        layer.sum() == 54296
+        and (layer * np.arange(576).reshape(24, 24)).sum() == 14897415
+    )  # the layer OpenCV saw
     wet = torch.tensor(layer).float().unsqueeze(0)
     edges = weather.canny(wet, 50, 150)[0].long()
     assert (edges * 2 ** torch.arange(23, -1, -1)).sum(1).tolist() == CANNY
     light = layer * np.frombuffer(RELIEF, np.uint8).reshape(24, 24).astype(float)
-    np.testing.assert_allclose(numpy(weather.water(wet))[0], light / light.max(), atol=1e-6)
+    np.testing.assert_allclose(
+        numpy(weather.water(wet))[0], light / light.max(), atol=1e-6
+    )
 
 
 def test_water_without_edges_leaves_the_image() -> None:
@@ -585,7 +723,11 @@ def test_edge_distance_is_exact_on_a_line_and_close_to_euclid() -> None:
     edges[0, :, 3] = True
     edges[1, 12, 17] = edges[1, 25, 30] = True
     got = numpy(weather.edge_distance(edges))
-    np.testing.assert_allclose(got[0], np.broadcast_to(np.abs(np.arange(41) - 3).clip(max=20), (30, 41)), atol=1e-5)
+    np.testing.assert_allclose(
+        got[0],
+        np.broadcast_to(np.abs(np.arange(41) - 3).clip(max=20), (30, 41)),
+        atol=1e-5,
+    )
     true = ndimage.distance_transform_edt(~edges[1].cpu().numpy()).clip(max=20)
     assert np.abs(got[1] - true).max() < 0.025 * 20
 
@@ -601,13 +743,20 @@ def test_spatter_only_adds_water_or_paints_mud(style: str) -> None:
         assert 0.001 < float(touched.double().mean()) < 0.7
         if strength[-1]:
             mud = torch.tensor(weather.MUD).view(3, 1, 1)
-            assert float((y - mud).abs().movedim(1, -1)[touched].max()) <= 0.2 * 0.2 + 0.2 * float(mud.max())
+            assert float(
+                (y - mud).abs().movedim(1, -1)[touched].max()
+            ) <= 0.2 * 0.2 + 0.2 * float(mud.max())
         else:  # nowhere darker, more by at most the strength, in the colour of water
             assert float(change.min()) >= -1e-6
             torch.testing.assert_close(
-                change[:, 0] / weather.WATER[0], change[:, 1] / weather.WATER[1], atol=1e-5, rtol=0
+                change[:, 0] / weather.WATER[0],
+                change[:, 1] / weather.WATER[1],
+                atol=1e-5,
+                rtol=0,
             )
-            assert float(change[:, 1].amax()) == pytest.approx(strength[4] * weather.WATER[1], abs=1e-5)
+            assert float(change[:, 1].amax()) == pytest.approx(
+                strength[4] * weather.WATER[1], abs=1e-5
+            )
 
 
 # What is refused ----------------------------------------------------------------------------------------------------
@@ -615,18 +764,27 @@ def test_spatter_only_adds_water_or_paints_mud(style: str) -> None:
 
 def test_errors_say_what_was_got_and_needed() -> None:
     x = pictures(1)
-    with pytest.raises(ValueError, match="Unknown corruption 'gausian_noise'; did you mean 'gaussian_noise'"):
+    with pytest.raises(
+        ValueError,
+        match="Unknown corruption 'gausian_noise'; did you mean 'gaussian_noise'",
+    ):
         corrupt(x, "gausian_noise", 1)
     for severity in (0, 6, 2.5, "3", True, None):
         with pytest.raises(ValueError, match=r"severity must be 1, 2, 3, 4 or 5, got"):
             corrupt(x, "fog", severity)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="Unknown style 'cifar10'; did you mean 'cifar'"):
+    with pytest.raises(
+        ValueError, match="Unknown style 'cifar10'; did you mean 'cifar'"
+    ):
         corrupt(x, "fog", 1, style="cifar10")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"got torch.uint8; bytes become that by images.float\(\) / 255"):
+    with pytest.raises(
+        TypeError, match=r"got torch.uint8; bytes become that by images.float\(\) / 255"
+    ):
         corrupt((x * 255).byte(), "fog", 1)
     with pytest.raises(TypeError, match="got ndarray"):
         corrupt(numpy(x), "fog", 1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"needs images \(B, C, H, W\), got shape \(3, 32, 32\)"):
+    with pytest.raises(
+        ValueError, match=r"needs images \(B, C, H, W\), got shape \(3, 32, 32\)"
+    ):
         corrupt(x[0], "fog", 1)
     for wrong in (-0.1, 1.5, float("nan"), float("inf")):
         bad = x.clone()
@@ -638,7 +796,9 @@ def test_errors_say_what_was_got_and_needed() -> None:
 
 
 @pytest.mark.parametrize(("name", "channels"), each(ALL, [1, 2]))
-def test_other_numbers_of_channels_work_or_are_refused(name: str, channels: int, photos: Path) -> None:
+def test_other_numbers_of_channels_work_or_are_refused(
+    name: str, channels: int, photos: Path
+) -> None:
     x = pictures(2, channels)
     coloured = (
         ("frost", "spatter", "saturate")
@@ -647,13 +807,19 @@ def test_other_numbers_of_channels_work_or_are_refused(name: str, channels: int,
     )
     if name in coloured:
         with pytest.raises(
-            ValueError, match=rf"{name} needs images of .*3 channels .* got shape \(2, {channels}, 32, 32\)"
+            ValueError,
+            match=rf"{name} needs images of .*3 channels .* got shape \(2, {channels}, 32, 32\)",
         ):
             corrupt(x, name, 3, frost_folder=photos)
         return
     y = corrupt(x, name, 3, seeded())
     assert y.shape == x.shape
-    if channels == 1 and name in ("snow", "brightness", "fog", "contrast"):  # the same as three equal channels
+    if channels == 1 and name in (
+        "snow",
+        "brightness",
+        "fog",
+        "contrast",
+    ):  # the same as three equal channels
         colour = corrupt(x.expand(-1, 3, -1, -1), name, 3, seeded())
         torch.testing.assert_close(colour[:, :1], y, atol=1.01 / 255, rtol=0)
 
@@ -665,17 +831,28 @@ def test_real_photos(tmp_path: Path) -> None:
     sheets = SHARED / "cifar10" / "test-images.zip"
     if not sheets.is_file() or not (SHARED / "frost").is_dir():
         pytest.skip(f"NOT RUN: no CIFAR-10 and frost photos in {SHARED}")
-    with zipfile.ZipFile(sheets) as pack, Image.open(io.BytesIO(pack.read(sorted(pack.namelist())[0]))) as sheet:
+    with (
+        zipfile.ZipFile(sheets) as pack,
+        Image.open(io.BytesIO(pack.read(sorted(pack.namelist())[0]))) as sheet,
+    ):
         tiles = (
-            np.asarray(sheet.convert("RGB")).reshape(10, 32, 10, 32, 3).transpose(0, 2, 4, 1, 3).reshape(100, 3, 32, 32)
+            np.asarray(sheet.convert("RGB"))
+            .reshape(10, 32, 10, 32, 3)
+            .transpose(0, 2, 4, 1, 3)
+            .reshape(100, 3, 32, 32)
         )
     x = torch.tensor(tiles[:8]) / 255
     rows = []
     for name in ALL:
-        row = [corrupt(x, name, s, seeded(s), frost_folder=SHARED / "frost") for s in range(1, 6)]
+        row = [
+            corrupt(x, name, s, seeded(s), frost_folder=SHARED / "frost")
+            for s in range(1, 6)
+        ]
         change = [float((y - x).abs().mean()) for y in row]
         assert all(0.0005 < c < 0.4 for c in change), (name, change)
         rows.append(torch.cat([x, *row], 3)[3])
     pixels = bytes_of(torch.cat(rows, 1))
-    Image.fromarray(pixels).save(tmp_path / "corruptions.png")  # rows: corruptions; columns: clean, severity 1 to 5
+    Image.fromarray(pixels).save(
+        tmp_path / "corruptions.png"
+    )  # rows: corruptions; columns: clean, severity 1 to 5
     assert pixels.shape == (19 * 32, 6 * 32, 3)

@@ -28,7 +28,10 @@ def kill_on_the_way(run: object, place: Path) -> None:
     """Kill a writer with SIGKILL at a moment at which it has a draft."""
     child = forks.start(run, place)  # type: ignore[arg-type]
     deadline = time.monotonic() + 20
-    while not any(p.name.startswith(".") for p in place.parent.iterdir()) and time.monotonic() < deadline:
+    while (
+        not any(p.name.startswith(".") for p in place.parent.iterdir())
+        and time.monotonic() < deadline
+    ):
         pass
     child.kill()
     child.join()
@@ -40,7 +43,9 @@ def hidden(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [write_forever, save_forever])
-def test_what_killed_writers_left_is_swept_by_the_next(run: object, tmp_path: Path) -> None:
+def test_what_killed_writers_left_is_swept_by_the_next(
+    run: object, tmp_path: Path
+) -> None:
     left = 0
     for _ in range(6):
         kill_on_the_way(run, tmp_path / "p")
@@ -59,9 +64,15 @@ def test_drafts_of_the_living_and_files_of_others_stay(tmp_path: Path) -> None:
         f".p.draft-{here}-{os.getpid()}-00000000", ".p.draft-00000000-1-00000000", ".p.draft-mine", ".p.12345",
         "p.draft-00000000-1-00000000", ".step-00000001.abcdefgh",
     ]  # fmt: skip
-    goes = [".q.draft-00000000-1-00000000", f".q.draft-{here}-{2**22 + 1}-00000000", ".step-00000002.abcdefgh"]
+    goes = [
+        ".q.draft-00000000-1-00000000",
+        f".q.draft-{here}-{2**22 + 1}-00000000",
+        ".step-00000002.abcdefgh",
+    ]
     for name in stays + goes:
-        (tmp_path / name).mkdir() if name.startswith(".step") else (tmp_path / name).touch()
+        (tmp_path / name).mkdir() if name.startswith(".step") else (
+            tmp_path / name
+        ).touch()
     for name in ("p.draft-00000000-1-00000000", ".p.12345", *goes):
         os.utime(tmp_path / name, (old, old))
     files.remove_drafts(tmp_path)
@@ -71,7 +82,9 @@ def test_drafts_of_the_living_and_files_of_others_stay(tmp_path: Path) -> None:
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").touch()
-    (tmp_path / f".p.draft-{files._machine()}-{2**22 + 1}-00000000").symlink_to(tmp_path / "kept")
+    (tmp_path / f".p.draft-{files._machine()}-{2**22 + 1}-00000000").symlink_to(
+        tmp_path / "kept"
+    )
     files.remove_drafts(tmp_path)
     assert (tmp_path / "kept" / "file").exists()
 
@@ -82,13 +95,18 @@ def test_a_full_disk_names_the_file_and_leaves_what_was_there(tmp_path: Path) ->
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
-        with pytest.raises(OSError, match=r"File too large: .*/p\.csv'$"), files.replacing(file) as draft:
+        with (
+            pytest.raises(OSError, match=r"File too large: .*/p\.csv'$"),
+            files.replacing(file) as draft,
+        ):
             draft.write_bytes(b"x" * 20_000)
         with pytest.raises(OSError, match=r"File too large: .*/folder'$"):
             files.write_folder(tmp_path / "folder", {"a": b"x" * 20_000})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert file.read_text() == "before" and [p.name for p in tmp_path.iterdir()] == ["p.csv"]
+    assert file.read_text() == "before" and [p.name for p in tmp_path.iterdir()] == [
+        "p.csv"
+    ]
 
 
 def write_half(file: Path, missing: Path | None) -> None:
@@ -99,7 +117,9 @@ def write_half(file: Path, missing: Path | None) -> None:
         missing.read_text()
 
 
-def test_errors_about_other_files_keep_their_names_and_interrupts_leave_nothing(tmp_path: Path) -> None:
+def test_errors_about_other_files_keep_their_names_and_interrupts_leave_nothing(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(FileNotFoundError, match="other"):
         write_half(tmp_path / "p.csv", tmp_path / "other")
     with pytest.raises(KeyboardInterrupt):
@@ -110,12 +130,25 @@ def test_errors_about_other_files_keep_their_names_and_interrupts_leave_nothing(
 def test_new_files_are_readable_as_any_other(tmp_path: Path) -> None:
     """A draft must not pass on the private mode of temporary files."""
     code = "import os, sys; from pathlib import Path; from slimbayes.files import write_text; os.umask(0o022)"
-    subprocess.run([sys.executable, "-c", f"{code}; write_text(Path(sys.argv[1]), 'x')", tmp_path / "p"], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"{code}; write_text(Path(sys.argv[1]), 'x')",
+            tmp_path / "p",
+        ],
+        check=True,
+    )
     assert (tmp_path / "p").stat().st_mode & 0o777 == 0o644
 
 
-def test_a_draft_that_another_process_removes_first_hides_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafts = [tmp_path / f".p.draft-{files._machine()}-{2**22 + 1}-0000000{i}" for i in range(3)]
+def test_a_draft_that_another_process_removes_first_hides_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts = [
+        tmp_path / f".p.draft-{files._machine()}-{2**22 + 1}-0000000{i}"
+        for i in range(3)
+    ]
     for draft in drafts:
         draft.touch()
     is_left, gone = files._is_left, []
@@ -132,7 +165,9 @@ def test_a_draft_that_another_process_removes_first_hides_none(tmp_path: Path, m
     assert gone and hidden(tmp_path) == []
 
 
-def test_a_draft_that_cannot_be_removed_hides_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_cannot_be_removed_hides_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for i in range(3):
         (tmp_path / f".p.draft-{files._machine()}-{2**22 + 1}-0000000{i}").mkdir()
     remove, tried = os.rmdir, []

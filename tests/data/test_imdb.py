@@ -26,7 +26,12 @@ def write_reviews(root: Path, packed: bool) -> None:
     for quarter, place in enumerate(("train/neg", "train/pos", "test/neg", "test/pos")):
         (root / "aclImdb" / place).mkdir(parents=True)
         for number, review in enumerate(REVIEWS[quarter]):
-            (root / "aclImdb" / place / f"{number}_{RATINGS[3 * quarter + number]}.txt").write_text(review)
+            (
+                root
+                / "aclImdb"
+                / place
+                / f"{number}_{RATINGS[3 * quarter + number]}.txt"
+            ).write_text(review)
 
 
 def test_imdb_two_formats_agree(tmp_path: Path) -> None:
@@ -50,7 +55,9 @@ def test_imdb_two_formats_agree(tmp_path: Path) -> None:
         "so",
     )
     for split in ("train", "test"):
-        assert torch.equal(packed.splits[split].x, tree.splits[split].x) and packed.splits[split].y.tolist() == [
+        assert torch.equal(
+            packed.splits[split].x, tree.splits[split].x
+        ) and packed.splits[split].y.tolist() == [
             0,
             0,
             0,
@@ -59,29 +66,45 @@ def test_imdb_two_formats_agree(tmp_path: Path) -> None:
             1,
         ]
     assert packed.train.x.shape == (6, 80) and packed.train.x.dtype == torch.int64
-    assert packed.train.x[1, -6:].tolist() == [1, 11, 3, 8, 10, 9] and not packed.train.x[1, :-6].any()
+    assert (
+        packed.train.x[1, -6:].tolist() == [1, 11, 3, 8, 10, 9]
+        and not packed.train.x[1, :-6].any()
+    )
     assert packed.test.x[0, -3:].tolist() == [1, 3, 2]
-    assert available(tmp_path / "a") == available(tmp_path / "b") == {"imdb": ["train", "test"]}
+    assert (
+        available(tmp_path / "a")
+        == available(tmp_path / "b")
+        == {"imdb": ["train", "test"]}
+    )
     assert load("imdb", tmp_path / "a", ["test"]).vocabulary == tree.vocabulary
 
 
 def test_imdb_broken(tmp_path: Path) -> None:
     write_reviews(tmp_path, packed=True)
-    texts, stars = tmp_path / "imdb" / "reviews.txt.xz", tmp_path / "imdb" / "ratings.npy"
+    texts, stars = (
+        tmp_path / "imdb" / "reviews.txt.xz",
+        tmp_path / "imdb" / "ratings.npy",
+    )
     whole = texts.read_bytes()
     lines = lzma.decompress(whole)
     for content, message in (
         (whole[:-20], "is cut short"),
         (b"text", "not a readable .xz file"),
         (lzma.compress(lines + b"one more\n"), "13 lines and .* 12 ratings"),
-        (lzma.compress(lines.replace(b"awful", b"\xff")), "reviews.txt.xz, line 8 is not UTF-8"),
+        (
+            lzma.compress(lines.replace(b"awful", b"\xff")),
+            "reviews.txt.xz, line 8 is not UTF-8",
+        ),
     ):
         texts.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             load("imdb", tmp_path)
     texts.write_bytes(whole)
     np.save(stars, np.array((1, 4, 7, *RATINGS[3:]), np.uint8))
-    with pytest.raises(ValueError, match="ratings.npy, row 2: rating 7 in the negative quarter of train"):
+    with pytest.raises(
+        ValueError,
+        match="ratings.npy, row 2: rating 7 in the negative quarter of train",
+    ):
         load("imdb", tmp_path)
 
 
@@ -90,19 +113,28 @@ def test_real_imdb(monkeypatch: pytest.MonkeyPatch) -> None:
     """All reviews are read; words of every twentieth are counted, which are enough for a whole vocabulary."""
     content = archives.read_xz(real("imdb") / "imdb" / "reviews.txt.xz")
     # README: SHA-256 of the text
-    assert hashlib.sha256(content).hexdigest() == "114083631d6c67d376f265936363b8f332e6e59ed0ff2cfd17a41446a18ff896"
+    assert (
+        hashlib.sha256(content).hexdigest()
+        == "114083631d6c67d376f265936363b8f332e6e59ed0ff2cfd17a41446a18ff896"
+    )
     read, labels = imdb._read_packed, dict[str, list[int]]()
 
     def every_twentieth(*files: Path) -> imdb.Halves:
         halves = read(*files)
         labels.update({split: half[1] for split, half in halves.items()})
-        return {split: (texts[::20], numbers[::20]) for split, (texts, numbers) in halves.items()}
+        return {
+            split: (texts[::20], numbers[::20])
+            for split, (texts, numbers) in halves.items()
+        }
 
     monkeypatch.setattr(imdb, "read_xz", lambda path: content)  # once is enough
     monkeypatch.setattr(imdb, "_read_packed", every_twentieth)
     data = load("imdb", real("imdb"), ["train"])
     assert labels == dict.fromkeys(("train", "test"), [0] * 12_500 + [1] * 12_500)
-    assert data.train.x.shape == (1250, 80) and data.train.y.bincount().tolist() == [625, 625]
+    assert data.train.x.shape == (1250, 80) and data.train.y.bincount().tolist() == [
+        625,
+        625,
+    ]
     assert 19_900 < int(data.train.x.max()) < 20_000 and int(data.train.x.min()) == 0
     assert len(data.vocabulary) == 20_000 and data.vocabulary[3] == "the"
     # the last words of the first review stand at the end of its row

@@ -73,7 +73,11 @@ def write_mimic(folder: Path, **change: str) -> Path:
 def named(events: Events, patient: int) -> dict[str, list[tuple[float, float]]]:
     out: dict[str, list[tuple[float, float]]] = {}
     for who, hour, feature, value in zip(
-        *(getattr(events, n).tolist() for n in ("patient", "hours", "feature", "value")), strict=True
+        *(
+            getattr(events, n).tolist()
+            for n in ("patient", "hours", "feature", "value")
+        ),
+        strict=True,
     ):
         if who == patient and hour:
             out.setdefault(events.features[feature], []).append((hour, value))
@@ -89,14 +93,24 @@ def test_mimic_uses_what_was_known(tmp_path: Path) -> None:
     ]  # 102 ended before the prediction time
     first, second, third = (named(stays.events, i) for i in range(3))
     assert first == {}  # its own codes come too late
-    known = {"diagnosis/4019": -27 * 24 - 10.0, "drug/insulin": 14.0, "lab/50912/mg/dl": 24.0}
+    known = {
+        "diagnosis/4019": -27 * 24 - 10.0,
+        "drug/insulin": 14.0,
+        "lab/50912/mg/dl": 24.0,
+    }
     assert {name: [hour for hour, _ in events] for name, events in second.items()} == {
         name: [hour] for name, hour in known.items()
     }
     assert second["lab/50912/mg/dl"] == [(24.0, 1.5)]
-    assert list(third) == ["lab/50912/mg/dl"] and math.isnan(third["lab/50912/mg/dl"][0][1])
-    ages = stays.events.value[stays.events.feature == stays.events.features.index("age")]
-    torch.testing.assert_close(ages, torch.tensor([40.0, 40.08, 90.0]), atol=0.01, rtol=0)
+    assert list(third) == ["lab/50912/mg/dl"] and math.isnan(
+        third["lab/50912/mg/dl"][0][1]
+    )
+    ages = stays.events.value[
+        stays.events.feature == stays.events.features.index("age")
+    ]
+    torch.testing.assert_close(
+        ages, torch.tensor([40.0, 40.08, 90.0]), atol=0.01, rtol=0
+    )
     assert "admission_location=CLINIC, REFERRAL" in stays.events.features
     later = named(mimic3(tmp_path, hours=47.0).events, 1)
     assert later["drug/heparin"] == [(38.0, pytest.approx(math.nan, nan_ok=True))]
@@ -106,13 +120,43 @@ def test_mimic_uses_what_was_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "old", "new", "message"),
     [
-        ("ADMISSIONS", "3,8,102", "3,8,101", "ADMISSIONS.csv.gz, line 4: admission '101' .* is there twice"),
-        ("ADMISSIONS", "X,1\n3", "X,2\n3", "line 3: admission '101' with hospital_expire_flag '2'"),
-        ("ADMISSIONS", "2100-02-01 10", "2100-02-31 10", "line 3: '2100-02-31 10:00:00' is not a time"),
-        ("ADMISSIONS", '"DEATHTIME"', '"DIED"', "line 1: the columns deathtime are missing"),
+        (
+            "ADMISSIONS",
+            "3,8,102",
+            "3,8,101",
+            "ADMISSIONS.csv.gz, line 4: admission '101' .* is there twice",
+        ),
+        (
+            "ADMISSIONS",
+            "X,1\n3",
+            "X,2\n3",
+            "line 3: admission '101' with hospital_expire_flag '2'",
+        ),
+        (
+            "ADMISSIONS",
+            "2100-02-01 10",
+            "2100-02-31 10",
+            "line 3: '2100-02-31 10:00:00' is not a time",
+        ),
+        (
+            "ADMISSIONS",
+            '"DEATHTIME"',
+            '"DIED"',
+            "line 1: the columns deathtime are missing",
+        ),
         ("ADMISSIONS", "URGENT,X,1", "URGENT,1", "line 3: 8 cells, but there are 9"),
-        ("PATIENTS", "2,8,M", "2,7,M", "PATIENTS.csv, line 3: patient '7' is there twice"),
-        ("PATIENTS", "2060-01-01 00:00:00", "2060-01-01", "PATIENTS.csv, line 2: '2060-01-01' is not a time"),
+        (
+            "PATIENTS",
+            "2,8,M",
+            "2,7,M",
+            "PATIENTS.csv, line 3: patient '7' is there twice",
+        ),
+        (
+            "PATIENTS",
+            "2060-01-01 00:00:00",
+            "2060-01-01",
+            "PATIENTS.csv, line 2: '2060-01-01' is not a time",
+        ),
         (
             "DIAGNOSES_ICD",
             "9,103",
@@ -125,11 +169,23 @@ def test_mimic_uses_what_was_known(tmp_path: Path) -> None:
             "2,6,101",
             "PRESCRIPTIONS.csv, line 3: the table of admissions has no patient '6'",
         ),
-        ("LABEVENTS", "9.5,9.5", "9.5,inf", "LABEVENTS.csv.gz, line 3: 'inf' is not a finite number"),
-        ("LABEVENTS", "low,,", 'low,"', "LABEVENTS.csv.gz, line 4: damaged or cut short"),
+        (
+            "LABEVENTS",
+            "9.5,9.5",
+            "9.5,inf",
+            "LABEVENTS.csv.gz, line 3: 'inf' is not a finite number",
+        ),
+        (
+            "LABEVENTS",
+            "low,,",
+            'low,"',
+            "LABEVENTS.csv.gz, line 4: damaged or cut short",
+        ),
     ],
 )
-def test_mimic_bad_rows_are_named(table: str, old: str, new: str, message: str, tmp_path: Path) -> None:
+def test_mimic_bad_rows_are_named(
+    table: str, old: str, new: str, message: str, tmp_path: Path
+) -> None:
     assert old in TABLES[table]
     with pytest.raises(ValueError, match=message):
         mimic3(write_mimic(tmp_path, **{table: TABLES[table].replace(old, new, 1)}))
@@ -141,7 +197,10 @@ def test_mimic_cut_short_or_missing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="LABEVENTS.csv.gz, line .* cut short"):
         mimic3(tmp_path)
     file.write_bytes(gzip.compress(b"x" * (1 << 21)))
-    with pytest.raises(ValueError, match="LABEVENTS.csv.gz, line 1: a line has more than 1,048,576 characters"):
+    with pytest.raises(
+        ValueError,
+        match="LABEVENTS.csv.gz, line 1: a line has more than 1,048,576 characters",
+    ):
         mimic3(tmp_path)
     (tmp_path / "PATIENTS.csv").unlink()
     with pytest.raises(FileNotFoundError, match="no PATIENTS.csv"):
@@ -151,18 +210,29 @@ def test_mimic_cut_short_or_missing(tmp_path: Path) -> None:
 DEMO = REAL / "mimic3_demo"
 
 
-@pytest.mark.skipif(not DEMO.is_dir(), reason=f"NOT TESTED ON REAL DATA: {DEMO} is missing")
-@pytest.mark.parametrize(("hours", "count", "deaths"), [(24.0, 118, 31), (48.0, 115, 29)])
+@pytest.mark.skipif(
+    not DEMO.is_dir(), reason=f"NOT TESTED ON REAL DATA: {DEMO} is missing"
+)
+@pytest.mark.parametrize(
+    ("hours", "count", "deaths"), [(24.0, 118, 31), (48.0, 115, 29)]
+)
 def test_the_mimic_demo(hours: float, count: int, deaths: int) -> None:
     """129 admissions with 40 deaths, less those that end too early; patients are in one split each."""
     stays = mimic3(DEMO, hours)
     assert (len(stays.labels), int(stays.labels.sum())) == (count, deaths)
     assert float(stays.events.hours.max()) <= hours
     with gzip.open(DEMO / "ADMISSIONS.csv.gz", "rt") as file:
-        subject = {int(line.split(",")[2]): line.split(",")[1] for line in list(file)[1:]}
-    owners = [{subject[r] for r in stays.records[rows].tolist()} for rows in stays.splits.values()]
+        subject = {
+            int(line.split(",")[2]): line.split(",")[1] for line in list(file)[1:]
+        }
+    owners = [
+        {subject[r] for r in stays.records[rows].tolist()}
+        for rows in stays.splits.values()
+    ]
     assert len(subject) == 129 and sum(map(len, owners)) == len(set.union(*owners))
-    data = mortality(stays, hours, precision=24.0, aggregate_older_than=hours, tokens_per_bag=64)
+    data = mortality(
+        stays, hours, precision=24.0, aggregate_older_than=hours, tokens_per_bag=64
+    )
     assert data.train.x.shape[1:] == (1 + hours / 24, 64)
     assert sum(len(rows) for rows in stays.splits.values()) == count
 
@@ -224,7 +294,9 @@ def hours(events: dict[str, list[tuple[float, float]]]) -> dict[str, list[float]
 def test_mimic4_uses_what_was_known(packed: bool, tmp_path: Path) -> None:
     stays = mimic4(write(tmp_path, FOUR, packed), hours=24.0)
     assert (
-        stays.name == "mimic4" and stays.records.tolist() == [2001, 2002, 2004] and stays.labels.tolist() == [0, 1, 0]
+        stays.name == "mimic4"
+        and stays.records.tolist() == [2001, 2002, 2004]
+        and stays.labels.tolist() == [0, 1, 0]
     )
     first, second, third = (named(stays.events, i) for i in range(3))
     assert first == {} and third == {}  # codes of their own stay come too late
@@ -235,8 +307,12 @@ def test_mimic4_uses_what_was_known(packed: bool, tmp_path: Path) -> None:
         "lab/50931 glucose/mg/dl": [24.0, -(19 * 24 + 0.5)], "lab/51006/": [2.0 + 1 / 6],
         "chart/220045 heart rate/bpm": [4.5],
     }  # fmt: skip
-    assert second["lab/50931 glucose/mg/dl"][0][1] == 95.0 and math.isnan(second["lab/51006/"][0][1])
-    ages = stays.events.value[stays.events.feature == stays.events.features.index("age")]
+    assert second["lab/50931 glucose/mg/dl"][0][1] == 95.0 and math.isnan(
+        second["lab/51006/"][0][1]
+    )
+    ages = stays.events.value[
+        stays.events.feature == stays.events.features.index("age")
+    ]
     assert ages.tolist() == [52.0, 53.0, 90.0]
     later = named(mimic4(tmp_path, hours=48.0).events, 1)
     assert (
@@ -244,8 +320,21 @@ def test_mimic4_uses_what_was_known(packed: bool, tmp_path: Path) -> None:
         and len(later["lab/50931 glucose/mg/dl"]) == 3
         and len(later["chart/220045 heart rate/bpm"]) == 2
     )
-    outcome = {"deathtime", "dischtime", "discharge_location", "dod", "los", "last_careunit", "surgical icu", "died"}
-    assert not [name for name in stays.events.features if any(word in name.casefold() for word in outcome)]
+    outcome = {
+        "deathtime",
+        "dischtime",
+        "discharge_location",
+        "dod",
+        "los",
+        "last_careunit",
+        "surgical icu",
+        "died",
+    }
+    assert not [
+        name
+        for name in stays.events.features
+        if any(word in name.casefold() for word in outcome)
+    ]
 
 
 @pytest.mark.parametrize("limit", [24.0, 48.0])
@@ -261,15 +350,30 @@ def test_nothing_after_the_prediction_time_enters(limit: float, tmp_path: Path) 
         "icu/icustays": f"10,2002,32,Hospice,Hospice,{late},{late},1\n",
         "hosp/diagnoses_icd": "10,2002,2,I469,10\n",
     }
-    after = mimic4(write(tmp_path / "b", {name: text + more.get(name, "") for name, text in FOUR.items()}), limit)
+    after = mimic4(
+        write(
+            tmp_path / "b",
+            {name: text + more.get(name, "") for name, text in FOUR.items()},
+        ),
+        limit,
+    )
     assert before.events.features == after.events.features
     for column in ("patient", "hours", "feature", "value"):
-        assert torch.equal(getattr(before.events, column).nan_to_num(-7), getattr(after.events, column).nan_to_num(-7))
-    early = {name: text.replace(late, "2181-06-20 10:30:00") for name, text in more.items()}  # the test can fail
+        assert torch.equal(
+            getattr(before.events, column).nan_to_num(-7),
+            getattr(after.events, column).nan_to_num(-7),
+        )
+    early = {
+        name: text.replace(late, "2181-06-20 10:30:00") for name, text in more.items()
+    }  # the test can fail
     assert (
         len(
             mimic4(
-                write(tmp_path / "c", {name: text + early.get(name, "") for name, text in FOUR.items()}), limit
+                write(
+                    tmp_path / "c",
+                    {name: text + early.get(name, "") for name, text in FOUR.items()},
+                ),
+                limit,
             ).events
         )
         == len(before.events) + 4
@@ -279,36 +383,103 @@ def test_nothing_after_the_prediction_time_enters(limit: float, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("table", "old", "new", "message"),
     [
-        ("hosp/admissions", "10,2002", "10,2001", "admissions.csv, line 3: admission '2001' .* is there twice"),
-        ("hosp/admissions", ",1\n11", ",2\n11", "admissions.csv, line 3: .*hospital_expire_flag '2'"),
-        ("hosp/patients", "11,M,19", "10,M,19", "patients.csv, line 3: patient '10' is there twice"),
-        ("hosp/patients", "13,M,30", "13,M,nan", "patients.csv, line 5: 'nan' is not a finite number"),
+        (
+            "hosp/admissions",
+            "10,2002",
+            "10,2001",
+            "admissions.csv, line 3: admission '2001' .* is there twice",
+        ),
+        (
+            "hosp/admissions",
+            ",1\n11",
+            ",2\n11",
+            "admissions.csv, line 3: .*hospital_expire_flag '2'",
+        ),
+        (
+            "hosp/patients",
+            "11,M,19",
+            "10,M,19",
+            "patients.csv, line 3: patient '10' is there twice",
+        ),
+        (
+            "hosp/patients",
+            "13,M,30",
+            "13,M,nan",
+            "patients.csv, line 5: 'nan' is not a finite number",
+        ),
         ("hosp/patients", "13,M,30", "13,M,", "patients.csv, line 5: anchor_age ''"),
-        ("hosp/patients", "anchor_age", "age", "patients.csv, line 1: the columns anchor_age are missing"),
+        (
+            "hosp/patients",
+            "anchor_age",
+            "age",
+            "patients.csv, line 1: the columns anchor_age are missing",
+        ),
         (
             "hosp/diagnoses_icd",
             "12,2004",
             "12,2002",
             "diagnoses_icd.csv, line 4: .* no admission '2002' of patient '12'",
         ),
-        ("icu/icustays", "2181-06-20 12", "2181-06-20 25", "icustays.csv, line 2: '2181-06-20 25:00:00' is not a time"),
-        ("hosp/labevents", "___,300", "___,nan", "labevents.csv, line 4: 'nan' is not a finite number"),
-        ("hosp/labevents", "___,300", "___,1e39", "labevents.csv, line 4: '1e39' is not a finite number"),
-        ("hosp/labevents", "4,10,", "4,99,", "labevents.csv, line 5: the table of admissions has no patient '99'"),
+        (
+            "icu/icustays",
+            "2181-06-20 12",
+            "2181-06-20 25",
+            "icustays.csv, line 2: '2181-06-20 25:00:00' is not a time",
+        ),
+        (
+            "hosp/labevents",
+            "___,300",
+            "___,nan",
+            "labevents.csv, line 4: 'nan' is not a finite number",
+        ),
+        (
+            "hosp/labevents",
+            "___,300",
+            "___,1e39",
+            "labevents.csv, line 4: '1e39' is not a finite number",
+        ),
+        (
+            "hosp/labevents",
+            "4,10,",
+            "4,99,",
+            "labevents.csv, line 5: the table of admissions has no patient '99'",
+        ),
         (
             "hosp/labevents",
             "2181-06-21 10:00:01",
             "2181-06-31 10:00:01",
             "labevents.csv, line 4: '2181-06-31 10:00:01' is not a time",
         ),
-        ("hosp/labevents", "neg,,,,,,,", "neg,,,,,,", "labevents.csv, line 6: 15 cells, but there are 16"),
+        (
+            "hosp/labevents",
+            "neg,,,,,,,",
+            "neg,,,,,,",
+            "labevents.csv, line 6: 15 cells, but there are 16",
+        ),
         ("hosp/labevents", "\n4,", "\n\n4,", "labevents.csv, line 5: 0 cells"),
-        ("hosp/labevents", "storetime", "stored", "labevents.csv, line 1: the columns storetime are missing"),
-        ("hosp/labevents", "stored a second too late", '"stored', "labevents.csv, line .*: damaged or cut short"),
-        ("icu/chartevents", "94,94", "94,x", "chartevents.csv, line 2: 'x' is not a finite number"),
+        (
+            "hosp/labevents",
+            "storetime",
+            "stored",
+            "labevents.csv, line 1: the columns storetime are missing",
+        ),
+        (
+            "hosp/labevents",
+            "stored a second too late",
+            '"stored',
+            "labevents.csv, line .*: damaged or cut short",
+        ),
+        (
+            "icu/chartevents",
+            "94,94",
+            "94,x",
+            "chartevents.csv, line 2: 'x' is not a finite number",
+        ),
     ],
 )
-def test_bad_rows_are_named(table: str, old: str, new: str, message: str, tmp_path: Path) -> None:
+def test_bad_rows_are_named(
+    table: str, old: str, new: str, message: str, tmp_path: Path
+) -> None:
     assert old in FOUR[table]
     with pytest.raises(ValueError, match=message):
         mimic4(write(tmp_path, FOUR | {table: FOUR[table].replace(old, new, 1)}))
@@ -320,9 +491,15 @@ def test_damaged_packing_is_named(tmp_path: Path) -> None:
     whole = file.read_bytes()
     crc = zlib.crc32(FOUR["hosp/labevents"].encode()).to_bytes(4, "little")
     assert whole[-8:-4] == crc
-    for content in (whole[:-12], whole[: len(whole) // 2], whole[:-8] + bytes(4) + whole[-4:]):
+    for content in (
+        whole[:-12],
+        whole[: len(whole) // 2],
+        whole[:-8] + bytes(4) + whole[-4:],
+    ):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"labevents.csv.gz, line .*damaged or cut short"):
+        with pytest.raises(
+            ValueError, match=r"labevents.csv.gz, line .*damaged or cut short"
+        ):
             mimic4(tmp_path)
     for content, message in (
         (b"", "the columns .* are missing"),
@@ -339,7 +516,10 @@ def test_registered_sets(tmp_path: Path) -> None:
     write_mimic(make(tmp_path / "mimic3"))
     for name, count in (("mimic3", 3), ("mimic4", 3)):
         data = load(name, tmp_path)
-        assert sum(len(split) for split in data.splits.values()) == count and data.train.x.shape[1] == 25
+        assert (
+            sum(len(split) for split in data.splits.values()) == count
+            and data.train.x.shape[1] == 25
+        )
         assert data.classes == ("survived", "died") and data.vocabulary[0] == ""
 
 
@@ -357,45 +537,74 @@ def random_tables(seed: int, rows: int = 400) -> dict[str, str]:
     draw = random.Random(seed)
 
     def stamp() -> str:
-        day, hour = f"2100-0{draw.randint(1, 2)}-{draw.randint(1, 28):02}", f"{draw.randint(0, 23):02}"
+        day, hour = (
+            f"2100-0{draw.randint(1, 2)}-{draw.randint(1, 28):02}",
+            f"{draw.randint(0, 23):02}",
+        )
         return f"{day} {hour}:{draw.randint(0, 59):02}:{draw.randint(0, 59):02}"
 
     columns = "SUBJECT_ID,HADM_ID,ADMITTIME,DISCHTIME,DEATHTIME,ADMISSION_TYPE,ADMISSION_LOCATION,HOSPITAL_EXPIRE_FLAG"
-    lines = [f"{n % 7},{n},{stamp()},2100-03-01 00:00:00,,A,B,{n % 2}" for n in range(12)]
+    lines = [
+        f"{n % 7},{n},{stamp()},2100-03-01 00:00:00,,A,B,{n % 2}" for n in range(12)
+    ]
     labs = "ROW_ID,SUBJECT_ID,HADM_ID,ITEMID,CHARTTIME,VALUE,VALUENUM,VALUEUOM,FLAG\n"
     cells = ("", "1", "-2.5", "1e3", ".5", "7.", "12345.678901", '"3"', "+4")
     units = ("mg/dL", "MG/DL", "", '"%"', '"a ""b"", c"', "µmol", "ẞ", "it's")
     for row in range(rows):
         taken = draw.choice([stamp(), stamp(), stamp(), ""])
-        labs += (
-            f"{row},{draw.randint(0, 6)},,{draw.randint(1, 5)},{taken},v,{draw.choice(cells)},{draw.choice(units)},\n"
-        )
+        labs += f"{row},{draw.randint(0, 6)},,{draw.randint(1, 5)},{taken},v,{draw.choice(cells)},{draw.choice(units)},\n"
     admissions = "\n".join([columns, *lines]) + "\n"
-    return {"ADMISSIONS": admissions, "PATIENTS": "SUBJECT_ID,GENDER,DOB\n", "LABEVENTS": labs}
+    return {
+        "ADMISSIONS": admissions,
+        "PATIENTS": "SUBJECT_ID,GENDER,DOB\n",
+        "LABEVENTS": labs,
+    }
 
 
-def slow_events(tables: dict[str, str], limit: float) -> list[list[tuple[float, str, float]]]:
+def slow_events(
+    tables: dict[str, str], limit: float
+) -> list[list[tuple[float, str, float]]]:
     """What each admission knows of its labs, by comparing every admission with every line of the table."""
-    table = {name: list(csv.DictReader(io.StringIO(text, newline=""))) for name, text in tables.items()}
+    table = {
+        name: list(csv.DictReader(io.StringIO(text, newline="")))
+        for name, text in tables.items()
+    }
     out = []
     for stay in table["ADMISSIONS"]:
         start, known = datetime.fromisoformat(stay["ADMITTIME"]), []
-        if (datetime.fromisoformat(stay["DISCHTIME"]) - start).total_seconds() <= 3600 * limit:
+        if (
+            datetime.fromisoformat(stay["DISCHTIME"]) - start
+        ).total_seconds() <= 3600 * limit:
             continue
         for lab in table["LABEVENTS"]:
             if lab["SUBJECT_ID"] == stay["SUBJECT_ID"] and lab["CHARTTIME"]:
-                hour = (datetime.fromisoformat(lab["CHARTTIME"]) - start).total_seconds() / 3600
+                hour = (
+                    datetime.fromisoformat(lab["CHARTTIME"]) - start
+                ).total_seconds() / 3600
                 value = np.float32(lab["VALUENUM"]) if lab["VALUENUM"] else -7.0
                 if hour <= limit:
-                    known.append((hour, f"lab/{lab['ITEMID']}/{lab['VALUEUOM'].casefold()}", float(value)))
+                    known.append(
+                        (
+                            hour,
+                            f"lab/{lab['ITEMID']}/{lab['VALUEUOM'].casefold()}",
+                            float(value),
+                        )
+                    )
         out.append(known)
     return out
 
 
 def lab_events(stays: Stays) -> list[list[tuple[float, str, float]]]:
-    out: list[list[tuple[float, str, float]]] = [[] for _ in range(stays.events.patients)]
+    out: list[list[tuple[float, str, float]]] = [
+        [] for _ in range(stays.events.patients)
+    ]
     e = stays.events
-    columns = (e.patient.tolist(), e.hours.tolist(), e.feature.tolist(), e.value.nan_to_num(-7).tolist())
+    columns = (
+        e.patient.tolist(),
+        e.hours.tolist(),
+        e.feature.tolist(),
+        e.value.nan_to_num(-7).tolist(),
+    )
     for who, hour, feature, value in zip(*columns, strict=True):
         if e.features[feature].startswith("lab/"):
             out[who].append((hour, e.features[feature], value))
@@ -451,7 +660,9 @@ def test_a_fault_in_any_used_cell_is_named(fault: str, tmp_path: Path) -> None:
         cells[column] = fault
         broken = "\n".join([head, *lines[:20], ",".join(cells), *lines[21:]]) + "\n"
         write(tmp_path, random_tables(0, rows=40))
-        (tmp_path / "LABEVENTS.csv").write_bytes(broken.encode("utf8", "surrogateescape"))
+        (tmp_path / "LABEVENTS.csv").write_bytes(
+            broken.encode("utf8", "surrogateescape")
+        )
         with pytest.raises(ValueError, match=r"LABEVENTS.csv, line \d+: "):
             mimic3(tmp_path, 200.0)
 
@@ -463,7 +674,9 @@ def test_text_that_is_not_utf8_in_a_column_that_is_not_used(tmp_path: Path) -> N
     (tmp_path / "hosp" / "labevents.csv").write_bytes(
         head + b"".join(lines * 500 + odd)
     )  # far behind what reading the first line brings in
-    with pytest.raises(ValueError, match=r"labevents.csv, line .*'utf-8' codec can't decode byte 0xff"):
+    with pytest.raises(
+        ValueError, match=r"labevents.csv, line .*'utf-8' codec can't decode byte 0xff"
+    ):
         mimic4(tmp_path)
 
 
@@ -474,9 +687,17 @@ def test_patients_are_in_one_split(tmp_path: Path) -> None:
         for n in range(120)
     ]
     stays = mimic4(
-        write(tmp_path, {"hosp/admissions": "\n".join([head, *lines]) + "\n", "hosp/patients": FOUR["hosp/patients"]})
+        write(
+            tmp_path,
+            {
+                "hosp/admissions": "\n".join([head, *lines]) + "\n",
+                "hosp/patients": FOUR["hosp/patients"],
+            },
+        )
     )
-    owners = [{r % 40 for r in stays.records[rows].tolist()} for rows in stays.splits.values()]
+    owners = [
+        {r % 40 for r in stays.records[rows].tolist()} for rows in stays.splits.values()
+    ]
     assert [len(o) for o in owners] == [32, 4, 4] and len(set.union(*owners)) == 40
 
 
@@ -492,7 +713,9 @@ def test_bags_of_tables_hold_no_later_event(tmp_path: Path) -> None:
         events.patients,
         events.features,
     )
-    whole = Stays(stays.name, join(events, late), stays.labels, stays.records, stays.splits)
+    whole = Stays(
+        stays.name, join(events, late), stays.labels, stays.records, stays.splits
+    )
     a, b = (mortality(s, 24.0, 6.0, aggregate_older_than=24.0) for s in (stays, whole))
     assert all(torch.equal(a.splits[name].x, b.splits[name].x) for name in a.splits)
     assert int((bag(events, Buckets.fit(events, 24.0), 24.0) != 0).sum()) == len(events)

@@ -41,7 +41,11 @@ def test_the_numbers_are_those_of_the_loss() -> None:
         sb.Radial(prior=sb.Normal(0.0, 0.5), scale_init=0.5, scale_jitter=0.0),
         sb.KTied(prior=sb.Normal(0.0, 0.5), rank=1, scale_init=0.5, scale_jitter=0.0),
         sb.Rank1(
-            members=2, prior=sb.Normal(1.0, 0.1), mean_init=sb.Normal(1.0, 1e-6), scale_init=0.1, scale_jitter=0.0
+            members=2,
+            prior=sb.Normal(1.0, 0.1),
+            mean_init=sb.Normal(1.0, 1e-6),
+            scale_init=0.1,
+            scale_jitter=0.0,
         ),
     ],
     ids=["mean-field", "radial", "k-tied", "rank-1"],
@@ -51,8 +55,12 @@ def test_a_posterior_at_its_prior_is_told(config: Any) -> None:
     with torch.no_grad():
         for layer in (net[0], net[2]):  # type: ignore[index]
             layer.weight.zero_()
-            if isinstance(config, sb.Radial):  # its standard deviation is sigma / sqrt(D)
-                layer.posterior["weight"].weight_log_scale.add_(0.5 * math.log(layer.weight.numel()))
+            if isinstance(
+                config, sb.Radial
+            ):  # its standard deviation is sigma / sqrt(D)
+                layer.posterior["weight"].weight_log_scale.add_(
+                    0.5 * math.log(layer.weight.numel())
+                )
     found = check(net, X, Y)
     assert (found.at_prior, found.collapsed) == (1.0, 0.0)
     (told,) = (warning for warning in found.warnings if "still at its prior" in warning)
@@ -60,7 +68,9 @@ def test_a_posterior_at_its_prior_is_told(config: Any) -> None:
 
 
 def test_half_of_a_posterior_at_its_prior_is_half() -> None:
-    net = converted(sb.MeanField(prior=sb.Normal(0.0, 0.5), scale_init=0.5, scale_jitter=0.0))
+    net = converted(
+        sb.MeanField(prior=sb.Normal(0.0, 0.5), scale_init=0.5, scale_jitter=0.0)
+    )
     with torch.no_grad():
         net[0].weight.fill_(3.0)  # type: ignore[index]
         net[2].weight.zero_()  # type: ignore[index]
@@ -76,14 +86,20 @@ def test_a_collapsed_posterior_is_told() -> None:
 def test_draws_that_disagree_are_told() -> None:
     wild = sb.MeanField(prior=sb.Normal(0.0, 10.0), scale_init=9.0, scale_jitter=0.0)
     found = check(converted(wild), X, Y)
-    assert found.label_changes > 0.9 and any("Draws disagree" in warning for warning in found.warnings)
+    assert found.label_changes > 0.9 and any(
+        "Draws disagree" in warning for warning in found.warnings
+    )
 
 
 def test_a_prior_that_outweighs_the_data_is_told() -> None:
     net = converted(sb.MeanField())
     found = check(net, X, Y, num_data=10)
-    assert found.kl > 10 and found.warnings[0].startswith(f"The KL is {found.kl:.3g} nats for each datum, more than")
-    assert not any("KL is" in w for w in check(net, X, Y, num_data=10, kl_weight=0.0).warnings)
+    assert found.kl > 10 and found.warnings[0].startswith(
+        f"The KL is {found.kl:.3g} nats for each datum, more than"
+    )
+    assert not any(
+        "KL is" in w for w in check(net, X, Y, num_data=10, kl_weight=0.0).warnings
+    )
 
 
 def test_k_hat_speaks_of_the_posterior() -> None:
@@ -94,13 +110,23 @@ def test_k_hat_speaks_of_the_posterior() -> None:
     precision = 1.0 + float(x.square().sum())
     found = {}
     for name, factor in (("exact", 1.0), ("narrow", 0.1)):
-        net = sb.bayesianize(nn.Linear(1, 1, bias=False), sb.MeanField(prior=sb.Normal(0.0, 1.0), scale_jitter=0.0))
+        net = sb.bayesianize(
+            nn.Linear(1, 1, bias=False),
+            sb.MeanField(prior=sb.Normal(0.0, 1.0), scale_jitter=0.0),
+        )
         with torch.no_grad():
             net.weight.fill_(float((x * y).sum()) / precision)
-            net.posterior["weight"].weight_log_scale.fill_(math.log(factor / math.sqrt(precision)))  # type: ignore[index]
+            net.posterior["weight"].weight_log_scale.fill_(
+                math.log(factor / math.sqrt(precision))
+            )  # type: ignore[index]
         found[name] = check(net, x, y, "gaussian", noise=1.0)
-    assert found["exact"].k_hat is not None and found["exact"].k_hat.verdict == "reliable"
-    assert found["narrow"].k_hat is not None and found["narrow"].k_hat.verdict != "reliable"
+    assert (
+        found["exact"].k_hat is not None and found["exact"].k_hat.verdict == "reliable"
+    )
+    assert (
+        found["narrow"].k_hat is not None
+        and found["narrow"].k_hat.verdict != "reliable"
+    )
     assert any("k-hat" in warning for warning in found["narrow"].warnings)
     assert math.isnan(found["exact"].label_changes)
 
@@ -110,8 +136,16 @@ def test_k_hat_speaks_of_the_posterior() -> None:
     (sb.Ensemble(members=2), "not known"), (sb.Deterministic(), "no posterior"),
 ])  # fmt: skip
 def test_what_a_method_has_not_is_left_out_with_a_reason(config: Any, why: str) -> None:
-    found = check(sb.bayesianize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), config), X, Y)
-    assert found.k_hat is None and why in found.k_hat_note and math.isnan(found.at_prior)
+    found = check(
+        sb.bayesianize(
+            nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), config
+        ),
+        X,
+        Y,
+    )
+    assert (
+        found.k_hat is None and why in found.k_hat_note and math.isnan(found.at_prior)
+    )
     assert "k-hat none" in str(found)
 
 
@@ -119,7 +153,9 @@ def test_a_check_changes_nothing() -> None:
     net = converted(sb.Rank1(members=2)).train()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     check(net, X, Y)
-    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    assert all(
+        torch.equal(before[name], value) for name, value in net.state_dict().items()
+    )
     assert all(module.training for module in net.modules())
 
 
@@ -131,7 +167,12 @@ def test_a_fit_shows_and_keeps_its_diagnostics(
     data = mine(X, Y, "a", "b", "c")
     run = fit(chosen, tmp_path / "run", CPU, network=dense(3), dataset=data)
     found = record.read(run).diagnostics
-    assert found is not None and found.elements == 56 and found.k_hat is not None and found.nonfinite_steps == 0
+    assert (
+        found is not None
+        and found.elements == 56
+        and found.k_hat is not None
+        and found.nonfinite_steps == 0
+    )
     assert found.kl == pytest.approx(record.read(run).curve[-1]["kl"], rel=0.2)
     print_scores(run)
     shown = capsys.readouterr().out
@@ -147,8 +188,19 @@ def test_a_fit_is_kept_where_diagnostics_fail(
 
     monkeypatch.setattr("slimbayes.lab.runs.fit.check_fit", fail)
     with Bars() as bars:
-        run = fit(experiment(**MINE, train={"batch": 20}), tmp_path / "run", CPU, False, bars, dense(3), mine(X, Y))
-    assert record.read(run).diagnostics is None and "no diagnostics of this fit: no such" in capsys.readouterr().err
+        run = fit(
+            experiment(**MINE, train={"batch": 20}),
+            tmp_path / "run",
+            CPU,
+            False,
+            bars,
+            dense(3),
+            mine(X, Y),
+        )
+    assert (
+        record.read(run).diagnostics is None
+        and "no diagnostics of this fit: no such" in capsys.readouterr().err
+    )
     print_scores(run)
 
 

@@ -62,7 +62,9 @@ class Net(nn.Module):
     def __init__(self, run: Callable[..., Any], **parts: nn.Module) -> None:
         super().__init__()
         self.run = run
-        for name, part in ({"a": nn.Linear(4, 6), "b": nn.Linear(6, 3)} | parts).items():
+        for name, part in (
+            {"a": nn.Linear(4, 6), "b": nn.Linear(6, 3)} | parts
+        ).items():
             setattr(self, name, part)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +94,12 @@ def differ(one: Tensor, two: Tensor) -> bool:
 @pytest.mark.parametrize("known", [True, False], ids=["after a call", "cold"])
 def test_eight_threads_predict_what_one_does(known: bool) -> None:
     model = nn.Sequential(
-        nn.Linear(4, 8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3)
+        nn.Linear(4, 8),
+        nn.Linear(8, 8),
+        nn.BatchNorm1d(8),
+        nn.Tanh(),
+        nn.Dropout(0.5),
+        nn.Linear(8, 3),
     )
     sb.bayesianize(model, MEMBERS, exclude=["0", "2"]).train()
     model[2].running_mean.normal_()
@@ -102,7 +109,10 @@ def test_eight_threads_predict_what_one_does(known: bool) -> None:
     expected = [sb.predict(reference, x, draws=2).samples for x in xs]
     if known:
         sb.predict(model, xs[3])
-    flags, buffers = [m.training for m in model.modules()], [b.clone() for b in model.buffers()]
+    flags, buffers = (
+        [m.training for m in model.modules()],
+        [b.clone() for b in model.buffers()],
+    )
     start = threading.Barrier(8)
 
     def serve(i: int) -> None:
@@ -200,8 +210,12 @@ class Interrupted(nn.Linear):
 @pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False], ids=["after a call", "cold"])
 @pytest.mark.parametrize("call", ["bare", "sample", "loop", "predict", "frozen"])
-def test_an_interrupt_inside_a_layer_leaves_nothing_open(call: str, known: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), Interrupted(8, 8), nn.Linear(8, 3))
+def test_an_interrupt_inside_a_layer_leaves_nothing_open(
+    call: str, known: bool
+) -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), Interrupted(8, 8), nn.Linear(8, 3)
+    )
     sb.bayesianize(model, RANDOM, exclude="1").train()
     x = torch.randn(6, 4)
     calls: dict[str, Callable[[], Any]] = {
@@ -227,7 +241,9 @@ def test_an_interrupt_inside_a_layer_leaves_nothing_open(call: str, known: bool)
     assert traced() is None
     assert all(m.training for m in model.modules())
     if not known or call == "predict":
-        assert torch.equal(model[1].running_mean, statistics)  # a proof that was interrupted, or a prediction
+        assert torch.equal(
+            model[1].running_mean, statistics
+        )  # a proof that was interrupted, or a prediction
     for one in calls.values():
         one()
     assert differ(sb.predict(model, x).samples[0], sb.predict(model, x).samples[0])
@@ -263,7 +279,10 @@ def test_recursion_is_one_pass(method: str) -> None:
 def test_a_converted_model_may_call_another_in_its_forward(method: str) -> None:
     inner = converted(mlp(), METHODS[method])
     calls = [inner]  # not a submodule: two models of their own
-    outer, x = converted(Net(lambda m, x: m.b(torch.tanh(m.a(x))) + calls[0](x)), RANDOM), torch.randn(6, 4)
+    outer, x = (
+        converted(Net(lambda m, x: m.b(torch.tanh(m.a(x))) + calls[0](x)), RANDOM),
+        torch.randn(6, 4),
+    )
     with torch.no_grad(), sb.frozen(inner), sb.frozen(outer):
         written = sb.write_out(inner, 0)
         plain = sb.write_out(outer, 1)
@@ -318,14 +337,23 @@ class Checkpointed(nn.Module):
 def checkpointed_cases() -> list[tuple[str, str, str]]:
     """Methods x what runs between forward and backward x calls: every pair of them."""
     between = ["nothing", "sample", "sample-backward", "other-model", "two"]
-    grid = [(method, other) for method in ("rank1", "mean-field", "patch", "ensemble") for other in between]
-    array = covering(dict.fromkeys(["bare", "sample", "loop", "frozen", "frozen-bare"], grid), lambda call, pair: False)
+    grid = [
+        (method, other)
+        for method in ("rank1", "mean-field", "patch", "ensemble")
+        for other in between
+    ]
+    array = covering(
+        dict.fromkeys(["bare", "sample", "loop", "frozen", "frozen-bare"], grid),
+        lambda call, pair: False,
+    )
     return [(*pair, call) for call, pairs in array.items() for pair in pairs]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "between", "call"), checkpointed_cases())
-def test_checkpointing_gives_the_gradients_of_the_same_draws(method: str, between: str, call: str) -> None:
+def test_checkpointing_gives_the_gradients_of_the_same_draws(
+    method: str, between: str, call: str
+) -> None:
     x, other = torch.randn(6, 4), converted(mlp(), RANDOM)
     gradients = []
     for on in (False, True):
@@ -347,7 +375,9 @@ def test_checkpointing_gives_the_gradients_of_the_same_draws(method: str, betwee
             elif between == "sample-backward":
                 with torch.enable_grad():
                     torch.autograd.grad(
-                        sb.sample(model, 2 * x).sum(), model.first._parameters["weight"], allow_unused=True
+                        sb.sample(model, 2 * x).sum(),
+                        model.first._parameters["weight"],
+                        allow_unused=True,
                     )
             elif between == "other-model":
                 other(x).sum().backward()
@@ -360,7 +390,9 @@ def test_checkpointing_gives_the_gradients_of_the_same_draws(method: str, betwee
                 one()
         else:
             one()
-        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        )
     assert gradients[0].keys() == gradients[1].keys()
     assert len(gradients[0]) > 4
     for name, found in gradients[0].items():
@@ -378,7 +410,13 @@ def test_a_converted_block_may_be_checkpointed_as_a_whole(method: str) -> None:
         torch.manual_seed(4)
         out = checkpoint(block, x, use_reentrant=False) if on else block(x)
         out.square().sum().backward()
-        gradients.append({n: p.grad.clone() for n, p in block.named_parameters() if p.grad is not None})
+        gradients.append(
+            {
+                n: p.grad.clone()
+                for n, p in block.named_parameters()
+                if p.grad is not None
+            }
+        )
     for name, found in gradients[0].items():
         close(gradients[1][name], found)
 
@@ -391,7 +429,11 @@ def keys(model: nn.Module) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "how",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+    ids=["deepcopy", "pickle"],
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_copies_are_models_of_their_own(method: str, how: Callable[[Any], Any]) -> None:
     model, x = converted(mlp(), METHODS[method]), torch.randn(6, 4)
@@ -410,7 +452,9 @@ def test_copies_are_models_of_their_own(method: str, how: Callable[[Any], Any]) 
     with torch.no_grad(), sb.frozen(model):
         held = sb.sample(model, x)
         if method not in ("batch-ensemble", "ensemble"):
-            assert differ(sb.sample(after, x), sb.sample(after, x))  # draws of the copy are not held
+            assert differ(
+                sb.sample(after, x), sb.sample(after, x)
+            )  # draws of the copy are not held
         close(sb.sample(model, x), held, 0)
 
 
@@ -431,7 +475,9 @@ def test_a_deep_copied_block_put_twice_into_one_model_draws_apart() -> None:
 
 
 @pytest.mark.slow
-def test_a_first_compiled_call_runs_in_python_so_that_the_model_is_compiled_once() -> None:
+def test_a_first_compiled_call_runs_in_python_so_that_the_model_is_compiled_once() -> (
+    None
+):
     graphs: list[Any] = []
 
     def backend(graph: Any, _inputs: Any) -> Any:
@@ -440,7 +486,9 @@ def test_a_first_compiled_call_runs_in_python_so_that_the_model_is_compiled_once
 
     torch._dynamo.reset()
     compiled, x = (
-        torch.compile(sb.bayesianize(nn.Sequential(nn.Linear(4, 3)), RANDOM), backend=backend),
+        torch.compile(
+            sb.bayesianize(nn.Sequential(nn.Linear(4, 3)), RANDOM), backend=backend
+        ),
         torch.randn(6, 4),
     )
     assert compiled(x).shape == (6, 3) and not graphs
@@ -450,23 +498,31 @@ def test_a_first_compiled_call_runs_in_python_so_that_the_model_is_compiled_once
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ["tile", "split"])
-def test_rows_of_a_compiled_model_inside_another_are_found_without_compiling_every_trial(rows: Any) -> None:
+def test_rows_of_a_compiled_model_inside_another_are_found_without_compiling_every_trial(
+    rows: Any,
+) -> None:
     graphs = []
 
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    layers = [nn.Sequential(nn.Linear(3 + i, 4 + i), nn.BatchNorm1d(4 + i)) for i in range(3)]
+    layers = [
+        nn.Sequential(nn.Linear(3 + i, 4 + i), nn.BatchNorm1d(4 + i)) for i in range(3)
+    ]
     model, x = sb.bayesianize(nn.Sequential(*layers), MEMBERS), torch.randn(6, 3)
-    outer = nn.Sequential(nn.Identity(), torch.compile(model, backend=backend, dynamic=False))
+    outer = nn.Sequential(
+        nn.Identity(), torch.compile(model, backend=backend, dynamic=False)
+    )
     close(sb.sample(outer, x, rows=rows), sb.sample(model, x, rows=rows))
     assert len(graphs) == 1
 
 
 @pytest.mark.slow
 def test_a_module_of_fabric_is_looked_through() -> None:
-    fabric = pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    fabric = pytest.importorskip("lightning_fabric").Fabric(
+        accelerator="cpu", devices=1, precision="bf16-mixed"
+    )
     model = sb.bayesianize(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), MEMBERS)
     outer = fabric.setup_module(torch.compile(model, backend="eager"))
     assert sb.sample(outer, torch.randn(6, 3), rows="split").shape == (3, 2, 2)
@@ -475,11 +531,16 @@ def test_a_module_of_fabric_is_looked_through() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "call"), [("rank1", "sample"), ("batch-ensemble", "bare"), ("mean-field", "frozen")]
+    ("method", "call"),
+    [("rank1", "sample"), ("batch-ensemble", "bare"), ("mean-field", "frozen")],
 )  # the contract compiles every method
-def test_whole_graphs_after_one_call(method: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_graphs_after_one_call(
+    method: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 32)  # held passes compile anew for each number of rows
+    monkeypatch.setattr(
+        torch._dynamo.config, "recompile_limit", 32
+    )  # held passes compile anew for each number of rows
     model, x = converted(mlp(), METHODS[method]), torch.randn(6, 4)
     sb.sample(model, x)
     model(x)
@@ -500,7 +561,11 @@ def test_whole_graphs_after_one_call(method: str, call: str, monkeypatch: pytest
                 assert compiled(x).shape == (rows, 3)
         if call == "frozen":
             return
-        found = torch.stack([compiled(torch.ones(6, 4)) for _ in range(20)]).flatten(0, 1).round(decimals=4)
+        found = (
+            torch.stack([compiled(torch.ones(6, 4)) for _ in range(20)])
+            .flatten(0, 1)
+            .round(decimals=4)
+        )
         assert len(torch.unique(found, dim=0)) >= 3
         if method == "batch-ensemble":
             assert len(torch.unique(found, dim=0)) == 3
@@ -518,7 +583,9 @@ def test_a_whole_graph_before_any_call_asks_for_one() -> None:
     assert passes.innermost() is None
     model(torch.randn(6, 4))
     torch._dynamo.reset()
-    assert torch.compile(model, backend="eager", fullgraph=True)(torch.randn(6, 4)).shape == (6, 3)
+    assert torch.compile(model, backend="eager", fullgraph=True)(
+        torch.randn(6, 4)
+    ).shape == (6, 3)
 
 
 @pytest.mark.slow
@@ -541,13 +608,19 @@ def x(*shape: int) -> Callable[[], tuple[Any, ...]]:
     return lambda: (torch.randn(shape),)
 
 
-def two(run: Callable[..., Any], **parts: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def two(
+    run: Callable[..., Any], **parts: Callable[[], nn.Module]
+) -> Callable[[], nn.Module]:
     return lambda: Net(run, **{name: part() for name, part in parts.items()})
 
 
 def time_major(m: Any, x: Tensor) -> Tensor:
     rows, steps = x.shape[:2]
-    return m.b(torch.tanh(m.a(x.transpose(0, 1).reshape(steps * rows, 4))).view(steps, rows, 6).mean(0))
+    return m.b(
+        torch.tanh(m.a(x.transpose(0, 1).reshape(steps * rows, 4)))
+        .view(steps, rows, 6)
+        .mean(0)
+    )
 
 
 def siamese(m: Any, x: Tensor) -> Tensor:
@@ -571,8 +644,14 @@ def pairs(m: Any, x: Tensor) -> Tensor:
 
 
 def packed_inside(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
-    packed = pack_padded_sequence(m.a(x), lengths, batch_first=True, enforce_sorted=False)
-    return m.b(pad_packed_sequence(m.lstm(packed)[0], batch_first=True, total_length=x.shape[1])[0])
+    packed = pack_padded_sequence(
+        m.a(x), lengths, batch_first=True, enforce_sorted=False
+    )
+    return m.b(
+        pad_packed_sequence(
+            m.lstm(packed)[0], batch_first=True, total_length=x.shape[1]
+        )[0]
+    )
 
 
 def six_by_six(m: Any, x: Tensor) -> Tensor:
@@ -608,25 +687,71 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
     "roll": (two(lambda m, x: m.b(torch.tanh(m.a(x)).roll(-1, 0))), x(6, 4)),
     "roll-forward": (two(lambda m, x: m.b(torch.tanh(m.a(x)).roll(1, 0))), x(6, 4)),
     "over-rows": (two(lambda m, x: m.b(torch.tanh(m.a(x)) / x.shape[0])), x(6, 4)),
-    "numbered": (two(lambda m, x: m.b(torch.tanh(m.a(x)) + torch.arange(x.shape[0]).view(-1, 1) * 0.1)), x(6, 4)),
-    "numbered-input": (two(lambda m, x: m.b(torch.tanh(m.a(x + torch.arange(x.shape[0]).view(-1, 1) * 0.1)))), x(6, 4)),
-    "scalar": (two(lambda m, x: m.b(torch.tanh(m.a(x))).sum()), x(6, 4)),
-    "mean": (two(lambda m, x: m.b(torch.tanh(m.a(x))).mean()), x(6, 4)),
-    "loss-too": (two(lambda m, x: (lambda y: (y, y.mean()))(m.b(torch.tanh(m.a(x))))), x(6, 4)),
-    "rowless": (
-        two(lambda m, x: m.b(torch.tanh(m.a(x)) + m.c(torch.ones(5, 4)).mean(0)), c=lambda: nn.Linear(4, 6)),
+    "numbered": (
+        two(
+            lambda m, x: m.b(
+                torch.tanh(m.a(x)) + torch.arange(x.shape[0]).view(-1, 1) * 0.1
+            )
+        ),
         x(6, 4),
     ),
-    "vector": (two(lambda m, x: m.b(torch.tanh(m.a(x)) + m.c(torch.ones(4))), c=lambda: nn.Linear(4, 6)), x(6, 4)),
-    "past": (two(lambda m, x: F.linear(torch.tanh(F.linear(x, m.a.weight, m.a.bias)), m.b.weight)), x(6, 4)),
+    "numbered-input": (
+        two(
+            lambda m, x: m.b(
+                torch.tanh(m.a(x + torch.arange(x.shape[0]).view(-1, 1) * 0.1))
+            )
+        ),
+        x(6, 4),
+    ),
+    "scalar": (two(lambda m, x: m.b(torch.tanh(m.a(x))).sum()), x(6, 4)),
+    "mean": (two(lambda m, x: m.b(torch.tanh(m.a(x))).mean()), x(6, 4)),
+    "loss-too": (
+        two(lambda m, x: (lambda y: (y, y.mean()))(m.b(torch.tanh(m.a(x))))),
+        x(6, 4),
+    ),
+    "rowless": (
+        two(
+            lambda m, x: m.b(torch.tanh(m.a(x)) + m.c(torch.ones(5, 4)).mean(0)),
+            c=lambda: nn.Linear(4, 6),
+        ),
+        x(6, 4),
+    ),
+    "vector": (
+        two(
+            lambda m, x: m.b(torch.tanh(m.a(x)) + m.c(torch.ones(4))),
+            c=lambda: nn.Linear(4, 6),
+        ),
+        x(6, 4),
+    ),
+    "past": (
+        two(
+            lambda m, x: F.linear(
+                torch.tanh(F.linear(x, m.a.weight, m.a.bias)), m.b.weight
+            )
+        ),
+        x(6, 4),
+    ),
     "past-one": (two(lambda m, x: m.b(torch.tanh(m.a(x))) @ m.b.weight), x(6, 4)),
-    "centred": (two(lambda m, x: m.b((lambda h: h - h.mean(0))(torch.tanh(m.a(x))))), x(6, 4)),
-    "first-row": (two(lambda m, x: m.b((lambda h: h + h[:1])(torch.tanh(m.a(x))))), x(6, 4)),
-    "last-row": (two(lambda m, x: m.b((lambda h: h + h[-1:])(torch.tanh(m.a(x))))), x(6, 4)),
+    "centred": (
+        two(lambda m, x: m.b((lambda h: h - h.mean(0))(torch.tanh(m.a(x))))),
+        x(6, 4),
+    ),
+    "first-row": (
+        two(lambda m, x: m.b((lambda h: h + h[:1])(torch.tanh(m.a(x))))),
+        x(6, 4),
+    ),
+    "last-row": (
+        two(lambda m, x: m.b((lambda h: h + h[-1:])(torch.tanh(m.a(x))))),
+        x(6, 4),
+    ),
     "sorted": (two(lambda m, x: m.b(torch.tanh(m.a(x)).sort(0).values)), x(6, 4)),
     "flipped": (two(lambda m, x: m.b(torch.tanh(m.a(x)).flip(0))), x(6, 4)),
     "last-column": (
-        two(lambda m, x: (lambda y: torch.cat([y[:, :2], y[:, 2:] + y[:, 2:].roll(1, 0)], 1))(m.b(torch.tanh(m.a(x))))),
+        two(
+            lambda m, x: (
+                lambda y: torch.cat([y[:, :2], y[:, 2:] + y[:, 2:].roll(1, 0)], 1)
+            )(m.b(torch.tanh(m.a(x))))
+        ),
         x(6, 4),
     ),
     "largest": (two(lambda m, x: m.b((lambda h: h / h.abs().max())(m.a(x)))), x(6, 4)),
@@ -636,15 +761,25 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
     "one-row": (mlp, x(1, 4)),
     "steps": (mlp, x(6, 6, 4)),
     "cnn": (
-        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)),
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(36, 3),
+        ),
         x(6, 2, 5, 5),
     ),
     "encoder-rows-first": (
-        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2
+        ),
         x(6, 5, 8),
     ),
     "encoder-steps-first": (
-        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False),
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False
+        ),
         x(5, 6, 8),
     ),
     "lstm-rows-first": (lambda: nn.LSTM(4, 5, 2, batch_first=True), x(6, 3, 4)),
@@ -653,27 +788,49 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
         two(packed_inside, lstm=lambda: nn.LSTM(6, 6, batch_first=True)),
         lambda: (torch.randn(6, 4, 4), torch.tensor([1, 4, 2, 3, 4, 1])),
     ),
-    "dropout": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)), x(6, 4)),
-    "windows": (two(lambda m, x: m.b(torch.tanh(m.a(x.reshape(-1, 4)))).view(x.shape[0], -1, 3).mean(1)), x(6, 5, 4)),
+    "dropout": (
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)),
+        x(6, 4),
+    ),
+    "windows": (
+        two(
+            lambda m, x: (
+                m.b(torch.tanh(m.a(x.reshape(-1, 4)))).view(x.shape[0], -1, 3).mean(1)
+            )
+        ),
+        x(6, 5, 4),
+    ),
     "flat-outputs": (two(lambda m, x: m.b(m.a(x)).reshape(-1)), x(6, 5, 4)),
     "positions": (
-        two(lambda m, x: m.b(torch.tanh(m.a(x)) + m.c(torch.ones(1, 4))), c=lambda: nn.Linear(4, 6)),
+        two(
+            lambda m, x: m.b(torch.tanh(m.a(x)) + m.c(torch.ones(1, 4))),
+            c=lambda: nn.Linear(4, 6),
+        ),
         x(6, 4),
     ),
 }
 
 
 def proven(
-    make: Callable[[], nn.Module], inputs: Callable[[], tuple[Any, ...]], config: Any = MEMBERS, mode: bool = False
+    make: Callable[[], nn.Module],
+    inputs: Callable[[], tuple[Any, ...]],
+    config: Any = MEMBERS,
+    mode: bool = False,
 ) -> tuple[Any, Any, Layout]:
     model, args = make(), inputs()
     sb.bayesianize(model, config).train(mode)
-    return model, args, proof.prove(model, (args, {}), passes.posteriors_of(model), None)
+    return (
+        model,
+        args,
+        proof.prove(model, (args, {}), passes.posteriors_of(model), None),
+    )
 
 
 @pytest.mark.parametrize("mode", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_folding_is_found_out_and_the_reason_names_a_place(name: str, mode: bool) -> None:
+def test_a_wrong_folding_is_found_out_and_the_reason_names_a_place(
+    name: str, mode: bool
+) -> None:
     _, _, layout = proven(*WRONG[name], mode=mode)
     assert not layout.folds
     assert not layout.rowwise
@@ -683,7 +840,9 @@ def test_a_wrong_folding_is_found_out_and_the_reason_names_a_place(name: str, mo
     ), layout.why
 
 
-ALIKE = sb.Mixture(components=1)  # two draws are one network, as picks of few components often are
+ALIKE = sb.Mixture(
+    components=1
+)  # two draws are one network, as picks of few components often are
 REFUTED = WRONG | {
     "alarm": (two(alarm), calm),
     "rows-in-the-height": (
@@ -701,14 +860,22 @@ def test_a_wrong_folding_is_found_out_where_draws_are_alike(name: str) -> None:
 
 def test_both_halves_of_a_doubled_batch_are_compared() -> None:
     """Only the second half has rows from the eighth on; one row more in front does not bring them in."""
-    late = two(lambda m, x: m.b(torch.tanh(m.a(x)) + torch.arange(x.shape[0]).view(-1, 1) // 8))
+    late = two(
+        lambda m, x: m.b(torch.tanh(m.a(x)) + torch.arange(x.shape[0]).view(-1, 1) // 8)
+    )
     _, _, layout = proven(late, x(6, 4), config=ALIKE)
     assert "changes when every row comes twice" in layout.why
 
 
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
-@pytest.mark.parametrize(("run", "inputs"), [(six_by_six, x(6, 4)), (alarm_of_six, calm)], ids=["always", "at times"])
-def test_rows_that_feel_each_other_within_a_batch_fold_but_are_not_apart(run: Any, inputs: Any) -> None:
+@pytest.mark.parametrize(
+    ("run", "inputs"),
+    [(six_by_six, x(6, 4)), (alarm_of_six, calm)],
+    ids=["always", "at times"],
+)
+def test_rows_that_feel_each_other_within_a_batch_fold_but_are_not_apart(
+    run: Any, inputs: Any
+) -> None:
     model, args, layout = proven(two(run), inputs)
     assert layout.folds
     assert not layout.rowwise
@@ -778,7 +945,11 @@ def test_packed_sequences_fold(enforce: bool) -> None:
             _, (h, _) = self.lstm(packed)
             return self.out(h[-1])
 
-    lengths = torch.tensor([5, 5, 4, 2, 1, 1]) if enforce else torch.tensor([1, 5, 2, 5, 4, 1])
+    lengths = (
+        torch.tensor([5, 5, 4, 2, 1, 1])
+        if enforce
+        else torch.tensor([1, 5, 2, 5, 4, 1])
+    )
     packed = pack_padded_sequence(torch.randn(5, 6, 4), lengths, enforce_sorted=enforce)
     model = converted(Reads())
     layout = proof.prove(model, ((packed,), {}), passes.posteriors_of(model), None)
@@ -793,7 +964,12 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.norm, self.drop, self.b = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)
+        self.a, self.norm, self.drop, self.b = (
+            nn.Linear(4, 8),
+            nn.BatchNorm1d(8),
+            nn.Dropout(0.5),
+            nn.Linear(8, 3),
+        )
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -814,7 +990,9 @@ def test_a_proof_leaves_no_trace(mode: bool, kind: str) -> None:
     model.train(mode)
     inputs = torch.randn(6, 4, requires_grad=True)
     sb.sample(model, inputs.detach(), fold=False).sum().backward()
-    before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    before = {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     values, state, kept = (
         {n: p.clone() for n, p in model.named_parameters()},
@@ -843,33 +1021,63 @@ def test_no_coincidence_of_sizes_changes_a_result(draws: int) -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b, self.positions = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(2, 4)
+            self.a, self.b, self.positions = (
+                nn.Linear(4, 4),
+                nn.Linear(4, 3),
+                nn.Linear(2, 4),
+            )
 
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             steps = torch.arange(x.shape[1]).float()
-            h = self.a(x) + self.positions(torch.stack([steps.sin(), steps.cos()], -1)[None])
+            h = self.a(x) + self.positions(
+                torch.stack([steps.sin(), steps.cos()], -1)[None]
+            )
             scores = (h @ h.transpose(1, 2)).masked_fill(mask, -1e9)
             return self.b(scores.softmax(-1) @ h)
 
     torch.manual_seed(draws)
     model = converted(Masked(), sb.BatchEnsemble(members=draws))
-    for steps in (2, 3, 4, 5, 6, 8, 11, 12, 13, 24, 25):  # rows, draws, their product, multiples, neighbours
-        values, mask = torch.randn(12 // draws, steps, 4), torch.ones(steps, steps).triu(1).bool()
+    for steps in (
+        2,
+        3,
+        4,
+        5,
+        6,
+        8,
+        11,
+        12,
+        13,
+        24,
+        25,
+    ):  # rows, draws, their product, multiples, neighbours
+        values, mask = (
+            torch.randn(12 // draws, steps, 4),
+            torch.ones(steps, steps).triu(1).bool(),
+        )
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             expected = sb.sample(model, values, mask, fold=False)
             close(sb.sample(model, values, mask), expected)
-            fresh = copy.deepcopy(model)  # which has to find its rows on these very sizes
+            fresh = copy.deepcopy(
+                model
+            )  # which has to find its rows on these very sizes
             close(sb.sample(fresh, values, mask), expected)
 
 
 # Layouts are found again ----------------------------------------------------------------------------------------------
 
 
-def test_layouts_are_kept_and_found_again_after_surgery(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, values = converted(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))), torch.randn(6, 4)
+def test_layouts_are_kept_and_found_again_after_surgery(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, values = (
+        converted(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))),
+        torch.randn(6, 4),
+    )
     proofs, prove = [], proof.prove
-    monkeypatch.setattr(proof, "prove", lambda *args: proofs.append(prove(*args)) or proofs[-1])
+    monkeypatch.setattr(
+        proof, "prove", lambda *args: proofs.append(prove(*args)) or proofs[-1]
+    )
 
     def check(count: int) -> None:
         with torch.no_grad():
@@ -958,7 +1166,11 @@ def test_nothing_is_random_in_a_quiet_run(name: str) -> None:
 
 
 def test_quiet_numbers_of_a_row_do_not_depend_on_how_many_rows_there_are() -> None:
-    for name, make in {"rand": torch.rand, "randn": torch.randn, "zeros": torch.zeros}.items():
+    for name, make in {
+        "rand": torch.rand,
+        "randn": torch.randn,
+        "zeros": torch.zeros,
+    }.items():
         with Quiet():
             assert torch.equal(make(6, 4)[:3], make(3, 4)), name
 
@@ -986,7 +1198,11 @@ def test_quiet_batch_norm_mixes_no_rows_and_keeps_its_statistics(track: bool) ->
         whole, part = norm(values), norm(values[:2])
     close(whole[:2], part, 0)
     assert norm.training
-    assert all(torch.equal(b, kept[n]) for n, b in norm.named_buffers() if n != "num_batches_tracked")
+    assert all(
+        torch.equal(b, kept[n])
+        for n, b in norm.named_buffers()
+        if n != "num_batches_tracked"
+    )
     assert differ(norm(values)[:2], norm(values[:2]))
 
 
@@ -995,7 +1211,11 @@ def test_quiet_batch_norm_mixes_no_rows_and_keeps_its_statistics(track: bool) ->
 
 def test_a_converted_layer_that_never_runs_is_named_once() -> None:
     model = converted(
-        Net(lambda m, x: m.b(torch.tanh(m.a(x))), spare=nn.Linear(4, 4), omitted=nn.Linear(4, 4)),
+        Net(
+            lambda m, x: m.b(torch.tanh(m.a(x))),
+            spare=nn.Linear(4, 4),
+            omitted=nn.Linear(4, 4),
+        ),
         RANDOM,
         exclude="omitted",
     )
@@ -1003,7 +1223,9 @@ def test_a_converted_layer_that_never_runs_is_named_once() -> None:
     with pytest.warns(UserWarning, match="spare") as caught:
         sb.sample(model, values)
     assert len([w for w in caught if "never called" in str(w.message)]) == 1
-    assert not any(name in str(caught[0].message) for name in ("a.weight", "b.weight", "omitted"))
+    assert not any(
+        name in str(caught[0].message) for name in ("a.weight", "b.weight", "omitted")
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sb.sample(model, values)
@@ -1037,7 +1259,9 @@ class Tied(nn.Module):
         return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
 
 
-@pytest.mark.parametrize("method", ["rank1", "batch-ensemble", "mean-field", "k-tied", "patch"])
+@pytest.mark.parametrize(
+    "method", ["rank1", "batch-ensemble", "mean-field", "k-tied", "patch"]
+)
 def test_tied_weights_have_one_posterior_one_kl_and_one_draw(method: str) -> None:
     torch.manual_seed(0)
     model, values = converted(Tied(), METHODS[method]), torch.randn(6, 4)
@@ -1062,7 +1286,10 @@ class Bilinear(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(4, 4) * 0.5), nn.Parameter(torch.randn(4))
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(4, 4) * 0.5),
+            nn.Parameter(torch.randn(4)),
+        )
 
     def forward(self, left: Tensor, right: Tensor, flip: bool = False) -> Tensor:
         out = torch.tanh(left @ self.weight.T) * (right @ self.weight) + self.bias
@@ -1081,7 +1308,9 @@ class UsesBilinear(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "method"), each([6, 5, 1], METHODS))
-def test_an_unknown_layer_runs_its_own_forward_with_drawn_weights(method: str, rows: int) -> None:
+def test_an_unknown_layer_runs_its_own_forward_with_drawn_weights(
+    method: str, rows: int
+) -> None:
     model, values = converted(UsesBilinear(), METHODS[method]), torch.randn(rows, 4)
     for name, p in model.named_parameters():
         if ".posterior." in name and name.endswith(".bias"):
@@ -1090,7 +1319,9 @@ def test_an_unknown_layer_runs_its_own_forward_with_drawn_weights(method: str, r
         held = sb.sample(model, values)
         plain = [sb.write_out(model, j) for j in range(len(held))]
         assert all(type(p.mix) is Bilinear for p in plain)
-        assert method == "patch" or differ(plain[0].mix.weight, plain[1].mix.weight)  # two draws may pick one component
+        assert method == "patch" or differ(
+            plain[0].mix.weight, plain[1].mix.weight
+        )  # two draws may pick one component
         expected = torch.stack([p(values) for p in plain])
         close(held, expected)
         close(sb.sample(model, values, fold=False), expected)
@@ -1099,7 +1330,12 @@ def test_an_unknown_layer_runs_its_own_forward_with_drawn_weights(method: str, r
         close(model(values), expected[blocks, torch.arange(rows)])
         twice = torch.randn(len(held) * rows, 4)
         found = sb.sample(model, twice, rows="split")
-        close(found, torch.stack([p(part) for p, part in zip(plain, twice.chunk(len(held)), strict=True)]))
+        close(
+            found,
+            torch.stack(
+                [p(part) for p, part in zip(plain, twice.chunk(len(held)), strict=True)]
+            ),
+        )
     if method == "ensemble":
         return
     kept = own_value(model.mix, "weight").clone()
@@ -1116,7 +1352,11 @@ class PlusOne(nn.Module):
         self.weight = nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.weight)
+        return (
+            x
+            * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+            * (1 + self.weight)
+        )
 
 
 class LayerNorm2d(nn.LayerNorm):
@@ -1160,13 +1400,20 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], bool, tuple[int, ...]]] = {
 def test_norms_are_known_by_what_they_do(name: str) -> None:
     make, is_norm, shape = NORMS[name]
     first = nn.Linear(4, 4) if len(shape) == 2 else nn.Conv2d(4, 4, 1)
-    norm, config = make(), sb.ModelPatch(components=3, jitter=0.5)  # whose default are norms
+    norm, config = (
+        make(),
+        sb.ModelPatch(components=3, jitter=0.5),
+    )  # whose default are norms
     model, values = (
-        nn.Sequential(first, norm, nn.Flatten(), nn.Linear(4 if len(shape) == 2 else 36, 3)),
+        nn.Sequential(
+            first, norm, nn.Flatten(), nn.Linear(4 if len(shape) == 2 else 36, 3)
+        ),
         torch.randn(shape),
     )
     if not is_norm:
-        assert not sb.bayesianize(nn.Sequential(nn.BatchNorm1d(4), model), config)[1][1].__dict__.get("posterior")
+        assert not sb.bayesianize(nn.Sequential(nn.BatchNorm1d(4), model), config)[1][
+            1
+        ].__dict__.get("posterior")
         assert type(norm) is type(make())
         return
     converted(model, config)
@@ -1175,7 +1422,12 @@ def test_norms_are_known_by_what_they_do(name: str) -> None:
         held = sb.sample(model, values)
         plain = [sb.write_out(model, j) for j in range(3)]
         close(held, torch.stack([p(values) for p in plain]))
-        close(model(values), torch.stack([plain[j](values)[i] for i, j in enumerate((0, 0, 1, 1, 2, 2))]))
+        close(
+            model(values),
+            torch.stack(
+                [plain[j](values)[i] for i, j in enumerate((0, 0, 1, 1, 2, 2))]
+            ),
+        )
 
 
 # What planted bugs showed to be untested ------------------------------------------------------------------------------
@@ -1195,7 +1447,10 @@ class Stem(nn.Module):
 
 @pytest.mark.parametrize("draws", [1, 3])
 def test_modules_with_rowless_parts_are_not_shared_wrongly(draws: int) -> None:
-    model = Net(lambda m, x, table: m.b((lambda h: h[0] + m.scale * h[1])(m.stem(x, table))), stem=Stem())
+    model = Net(
+        lambda m, x, table: m.b((lambda h: h[0] + m.scale * h[1])(m.stem(x, table))),
+        stem=Stem(),
+    )
     model.scale = 0.0
     sb.bayesianize(model, MEMBERS, include="b")
     values, table = torch.randn(6, 4), torch.randn(5)
@@ -1209,9 +1464,14 @@ def test_modules_with_rowless_parts_are_not_shared_wrongly(draws: int) -> None:
     )
 
 
-@pytest.mark.parametrize("config", [sb.MCDropout(), sb.DropConnect()], ids=["mc-dropout", "drop-connect"])
+@pytest.mark.parametrize(
+    "config", [sb.MCDropout(), sb.DropConnect()], ids=["mc-dropout", "drop-connect"]
+)
 def test_held_masks_are_the_same_in_every_call(config: Any) -> None:
-    model = converted(Net(lambda m, x: m.b(m.drop(torch.relu(m.a(m.drop(x))))), drop=nn.Dropout(0.5)), config)
+    model = converted(
+        Net(lambda m, x: m.b(m.drop(torch.relu(m.a(m.drop(x))))), drop=nn.Dropout(0.5)),
+        config,
+    )
     values = torch.randn(6, 4)
     with torch.no_grad(), sb.frozen(model, draws=3):
         first = sb.sample(model, values)
@@ -1234,20 +1494,32 @@ def test_the_kl_of_layers_with_priors_of_their_own_is_the_sum_of_theirs() -> Non
         for layer, config in zip(layers, configs, strict=True)
     ]
     torch.manual_seed(3)
-    model = sb.bayesianize(nn.Sequential(*layers), {str(i): config for i, config in enumerate(configs)})
+    model = sb.bayesianize(
+        nn.Sequential(*layers), {str(i): config for i, config in enumerate(configs)}
+    )
     for j, config in enumerate(configs):
-        assert sb.kl(model[j]).item() == pytest.approx(sum(p.kl().item() for p in passes.posteriors_of(model[j])))
+        assert sb.kl(model[j]).item() == pytest.approx(
+            sum(p.kl().item() for p in passes.posteriors_of(model[j]))
+        )
         assert passes.posteriors_of(model[j])[0].r.prior == config.prior
-    close(sb.kl(model).detach(), torch.stack([sb.kl(layer).detach() for layer in model]).sum())
+    close(
+        sb.kl(model).detach(),
+        torch.stack([sb.kl(layer).detach() for layer in model]).sum(),
+    )
     assert differ(torch.stack(single)[0], torch.stack(single)[1])
 
 
 def test_the_multiplier_of_posterior_rates_leaves_components_at_the_base_rate() -> None:
     model = sb.bayesianize(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)),
-        {"0": sb.Rank1(members=2), "1": sb.ModelPatch(components=3, patch=".*", tau=0.1)},
+        {
+            "0": sb.Rank1(members=2),
+            "1": sb.ModelPatch(components=3, patch=".*", tau=0.1),
+        },
     )
-    groups = sb.param_groups(model, weight_decay=0.01, lr=1.0, posterior_lr_multiplier=0.5)
+    groups = sb.param_groups(
+        model, weight_decay=0.01, lr=1.0, posterior_lr_multiplier=0.5
+    )
     rates = {id(p): group["lr"] for group in groups for p in group["params"]}
     assert len(rates) == len(list(model.parameters()))
     for name, p in model.named_parameters():
@@ -1257,7 +1529,13 @@ def test_the_multiplier_of_posterior_rates_leaves_components_at_the_base_rate() 
 
 def test_member_weights_follow_the_order_of_the_draws() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    sb.bayesianize(model, {"0": sb.Ensemble(members=2, init="copies", jitter=0.5), "2": sb.BatchEnsemble(members=4)})
+    sb.bayesianize(
+        model,
+        {
+            "0": sb.Ensemble(members=2, init="copies", jitter=0.5),
+            "2": sb.BatchEnsemble(members=4),
+        },
+    )
     passes.posteriors_of(model)[0].weights.copy_(torch.tensor([0.9, 0.1]))
     values = torch.randn(6, 4)
     pred = sb.predict(model, values)
@@ -1271,24 +1549,42 @@ def test_a_cosine_with_a_warm_up_starts_where_the_warm_up_ends() -> None:
     pytest.importorskip("pydantic")
     from slimbayes.lab.configs import train as recipes
 
-    train = recipes.Train(epochs=10, optimizer={"kind": "SGD"}, schedule={"kind": "Cosine", "warmup": 2, "end": 0.1})
+    train = recipes.Train(
+        epochs=10,
+        optimizer={"kind": "SGD"},
+        schedule={"kind": "Cosine", "warmup": 2, "end": 0.1},
+    )
     found = [train.rate(step, 10) for step in (0, 9, 19, 20, 60, 99, 100)]
-    half, last = 0.55, 0.1 + 0.45 * (1 + torch.cos(torch.tensor(torch.pi * 79 / 80, dtype=torch.float64)).item())
+    half, last = (
+        0.55,
+        0.1
+        + 0.45
+        * (1 + torch.cos(torch.tensor(torch.pi * 79 / 80, dtype=torch.float64)).item()),
+    )
     assert found == pytest.approx([0.05, 0.5, 1.0, 1.0, half, last, 0.1])
 
 
 @pytest.mark.parametrize(
     "config",
-    [sb.ModelPatch(components=3, patch=".*", jitter=0.5), sb.ModelPatch(components=2, patch="2", jitter=0.5)],
+    [
+        sb.ModelPatch(components=3, patch=".*", jitter=0.5),
+        sb.ModelPatch(components=2, patch="2", jitter=0.5),
+    ],
     ids=["all", "last"],
 )
-def test_networks_that_several_draws_picked_run_once_and_answer_for_all(config: Any) -> None:
+def test_networks_that_several_draws_picked_run_once_and_answer_for_all(
+    config: Any,
+) -> None:
     """A mixture has few networks: each runs once, and every draw gets the outputs of the one it picked."""
     model, values = converted(mlp(), config), torch.randn(6, 4)
     found = []
     for share in (True, False):
         torch.manual_seed(5)
-        found.append(sb.predict(model, values, draws=16, share=share, likelihood="gaussian").samples)
+        found.append(
+            sb.predict(
+                model, values, draws=16, share=share, likelihood="gaussian"
+            ).samples
+        )
     close(*found)
     assert 1 < len(torch.unique(found[1].flatten(1).round(decimals=4), dim=0)) <= 9
 
@@ -1320,8 +1616,14 @@ class NoisyStem(nn.Module):
 
 
 def test_modules_with_noise_of_their_own_are_not_shared() -> None:
-    model = sb.bayesianize(Net(lambda m, x: m.b(m.stem(x)), stem=NoisyStem()), sb.BatchEnsemble(members=2), include="b")
-    samples = sb.predict(model, torch.randn(6, 4), draws=4, likelihood="gaussian").samples
+    model = sb.bayesianize(
+        Net(lambda m, x: m.b(m.stem(x)), stem=NoisyStem()),
+        sb.BatchEnsemble(members=2),
+        include="b",
+    )
+    samples = sb.predict(
+        model, torch.randn(6, 4), draws=4, likelihood="gaussian"
+    ).samples
     assert len(torch.unique(samples.flatten(1).round(decimals=5), dim=0)) == 8
 
 
@@ -1354,7 +1656,9 @@ def test_a_bare_call_starts_at_a_random_member() -> None:
 @torch.no_grad()
 def test_a_weight_that_is_used_transposed_is_used() -> None:
     parts = {"a": lambda: nn.Linear(4, 6), "b": lambda: nn.Linear(6, 3)}
-    model = converted(two(lambda m, x: m.b(torch.sin(x @ m.a.weight.T)), **parts)(), METHODS["rank1"])
+    model = converted(
+        two(lambda m, x: m.b(torch.sin(x @ m.a.weight.T)), **parts)(), METHODS["rank1"]
+    )
     with sb.frozen(model, draws=2):
         with pytest.warns(UserWarning, match="weight of a is used past"):
             outputs = sb.sample(model, torch.ones(3, 4))
@@ -1382,12 +1686,16 @@ class Pieces(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "windows"), [(24, 1), (32, 4), (64, 4)])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_batch_that_is_cut_only_when_it_is_large(method: str, size: int, windows: int) -> None:
+def test_a_batch_that_is_cut_only_when_it_is_large(
+    method: str, size: int, windows: int
+) -> None:
     torch.manual_seed(0)
     model = sb.bayesianize(Pieces(size, windows), METHODS[method]).eval()
     few, many = torch.randn(4, 4), torch.randn(32, 4)
     with quietly(), sb.frozen(model, draws=8 // sb.members(model)):
-        assert_draws(sb.sample(model, few), held(model, 8 // sb.members(model)), (few,), {})
+        assert_draws(
+            sb.sample(model, few), held(model, 8 // sb.members(model)), (few,), {}
+        )
     with quietly(), sb.frozen(model, draws=2):
         plains = held(model, 2)
         assert_rows_of_draws(model(few), [plain(few) for plain in plains], 0)
@@ -1399,10 +1707,16 @@ def test_rows_are_looked_at_again_for_more_rows_even_of_fewer_numbers() -> None:
 
     def run(m: Any, x: Tensor) -> Tensor:
         x = x.mean(1)
-        return m.b(m.a(x) if len(x) <= 50 else m.a(torch.cat([x, x])).unflatten(0, (2, -1)).mean(0))
+        return m.b(
+            m.a(x)
+            if len(x) <= 50
+            else m.a(torch.cat([x, x])).unflatten(0, (2, -1)).mean(0)
+        )
 
     net = Net(run)
-    model = sb.bayesianize(net, sb.Rank1(members=2, draws="member", scale_init=0.3)).eval()
+    model = sb.bayesianize(
+        net, sb.Rank1(members=2, draws="member", scale_init=0.3)
+    ).eval()
     long, short = torch.randn(4, 100, 4), torch.randn(40, 2, 4)
     with quietly(), sb.frozen(model, draws=1):
         plains = held(model, 1)
@@ -1413,10 +1727,20 @@ def test_rows_are_looked_at_again_for_more_rows_even_of_fewer_numbers() -> None:
 def test_known_sizes_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     from slimbayes.engine import locate
 
-    model = sb.bayesianize(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), RANDOM)
+    model = sb.bayesianize(
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), RANDOM
+    )
     trials, run_probe = [], locate.run_probe
-    monkeypatch.setattr(locate, "run_probe", lambda *args: trials.append(args) or run_probe(*args))
-    for rows in (8, 8, 5, 16, 7):  # 8 rows and two members: 16 were seen, then 10, then 32
+    monkeypatch.setattr(
+        locate, "run_probe", lambda *args: trials.append(args) or run_probe(*args)
+    )
+    for rows in (
+        8,
+        8,
+        5,
+        16,
+        7,
+    ):  # 8 rows and two members: 16 were seen, then 10, then 32
         sb.sample(model, torch.randn(rows, 4))
     assert len(trials) == 2  # once, for 32 rows
     sb.sample(model, torch.randn(16, 4), draws=1)
@@ -1427,7 +1751,11 @@ def test_known_sizes_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_layer_that_sees_pairs_of_rows(method: str) -> None:
     """Two rows become one entry of the last layer's input: neither has a draw of its own there."""
     torch.manual_seed(0)
-    net = Net(lambda m, x: m.b(m.a(x).unflatten(0, (len(x) // 2, 2)) if len(x) % 2 == 0 else m.a(x)))
+    net = Net(
+        lambda m, x: m.b(
+            m.a(x).unflatten(0, (len(x) // 2, 2)) if len(x) % 2 == 0 else m.a(x)
+        )
+    )
     model, x = sb.bayesianize(net, METHODS[method]).eval(), torch.randn(2, 4)
     draws = 6 // sb.members(model)
     with quietly(), sb.frozen(model, draws=draws):
@@ -1439,12 +1767,21 @@ def test_a_layer_that_sees_pairs_of_rows(method: str) -> None:
         close(sb.sample(model, x, draws=draws), one_by_one)
 
 
-def test_a_layer_that_folds_wrongly_is_found_out_by_real_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_folds_wrongly_is_found_out_by_real_draws(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The plain model folds: only the comparison of two draws, together and one by one, can see what the layer does."""
     right = Lines.meeting
-    monkeypatch.setattr(Lines, "meeting", lambda *given: {name: s.flip(0) for name, s in right(*given).items()})
+    monkeypatch.setattr(
+        Lines,
+        "meeting",
+        lambda *given: {name: s.flip(0) for name, s in right(*given).items()},
+    )
     model, inputs = converted(mlp()), torch.randn(6, 4)
-    with torch.no_grad(), pytest.warns(UserWarning, match="differs from that of single ones"):
+    with (
+        torch.no_grad(),
+        pytest.warns(UserWarning, match="differs from that of single ones"),
+    ):
         folded = sb.sample(model, inputs)
     with torch.no_grad():
         close(folded, sb.sample(model, inputs, fold=False))
@@ -1452,7 +1789,10 @@ def test_a_layer_that_folds_wrongly_is_found_out_by_real_draws(monkeypatch: pyte
 
 def test_rows_that_held_draws_cannot_share_evenly_lie_in_blocks() -> None:
     """Of five rows the first three belong to the first of two draws, and the others to the second."""
-    net, x = sb.bayesianize(mlp(), sb.Rank1(members=2, scale_init=0.5)), torch.randn(5, 4)
+    net, x = (
+        sb.bayesianize(mlp(), sb.Rank1(members=2, scale_init=0.5)),
+        torch.randn(5, 4),
+    )
     with torch.no_grad(), sb.frozen(net):
         alone = [sb.write_out(net, j)(x) for j in range(2)]
         close(net(x), torch.cat([alone[0][:3], alone[1][3:]]))
@@ -1466,13 +1806,23 @@ class Ways(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.centre, self.b, self.mixes = nn.Linear(4, 6), nn.Identity(), nn.Linear(6, 3), False
+        self.a, self.centre, self.b, self.mixes = (
+            nn.Linear(4, 6),
+            nn.Identity(),
+            nn.Linear(6, 3),
+            False,
+        )
         self.axis, self.share = -1, 0.0
 
     def forward(self, x: Tensor, number: float = 0) -> Tensor:
         h = self.centre(self.a(x))
         h = h - h.mean(self.axis, keepdim=True) - self.share * h.mean(0)
-        mixes = self.mixes or number or self.centre.training or ("late" in self.__dict__ and self.late)
+        mixes = (
+            self.mixes
+            or number
+            or self.centre.training
+            or ("late" in self.__dict__ and self.late)
+        )
         return self.b(h - h.mean(0) if mixes else h)
 
 
@@ -1489,9 +1839,15 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_that_was_led_another_way_is_looked_at_again(way: str) -> None:
-    model, x, given = converted(Ways()), torch.randn(5, 4), {"number": [1], "fraction": [0.5]}.get(way, [])
+    model, x, given = (
+        converted(Ways()),
+        torch.randn(5, 4),
+        {"number": [1], "fraction": [0.5]}.get(way, []),
+    )
     with torch.no_grad(), quietly() as said:
-        sb.sample(model, x, *[0 * number for number in given])  # rows are apart, and draws fold
+        sb.sample(
+            model, x, *[0 * number for number in given]
+        )  # rows are apart, and draws fold
     assert said == []
     WAYS[way](model)
     with torch.no_grad(), quietly() as said, sb.frozen(model):
@@ -1499,16 +1855,22 @@ def test_a_model_that_was_led_another_way_is_looked_at_again(way: str) -> None:
     assert len(said) == 1 and "draw by draw" in said[0]
 
 
-def test_a_model_that_counts_its_calls_is_proven_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_counts_its_calls_is_proven_a_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What differs at every call is no mode: after eight of them the layouts found serve, the most careful one."""
     proofs: list[int] = []
     right = proof.prove
-    monkeypatch.setattr(proof, "prove", lambda *args: (proofs.append(1), right(*args))[1])
+    monkeypatch.setattr(
+        proof, "prove", lambda *args: (proofs.append(1), right(*args))[1]
+    )
     model, x = converted(Ways()), torch.randn(5, 4)
     with torch.no_grad(), quietly():
         for step in range(12):
             sb.sample(model, x, step)
-        assert len(proofs) == 8 and [len(known) for known in model._slimbayes_tree.layouts.values()] == [8]
+        assert len(proofs) == 8 and [
+            len(known) for known in model._slimbayes_tree.layouts.values()
+        ] == [8]
         with sb.frozen(model):
             assert_draws(sb.sample(model, x, 99), held(model, 1), (x, 99), {})
 
@@ -1610,7 +1972,9 @@ def test_generators_get_what_is_thrown_into_them() -> None:
     model, left = converted(Lazy()), list[str]()
     steps = model.guarded(torch.randn(8, 4), left)
     first = next(steps)
-    assert torch.equal(steps.throw(KeyError()), first) and left == ["caught"]  # the same draw
+    assert torch.equal(steps.throw(KeyError()), first) and left == [
+        "caught"
+    ]  # the same draw
     steps.close()
     assert left == ["caught", "closed"]
 
@@ -1625,7 +1989,10 @@ def test_a_compiled_model_that_changes_its_mode_has_the_layout_of_that_mode() ->
             return x - x.mean(0) if self.training else x
 
     torch._dynamo.reset()
-    model, x = converted(nn.Sequential(nn.Linear(4, 6), Centred(), nn.Linear(6, 3))), torch.randn(5, 4)
+    model, x = (
+        converted(nn.Sequential(nn.Linear(4, 6), Centred(), nn.Linear(6, 3))),
+        torch.randn(5, 4),
+    )
     compiled = torch.compile(model, backend="eager")
     compiled(x)
     model.train()
@@ -1639,7 +2006,9 @@ def test_a_compiled_model_that_changes_its_mode_has_the_layout_of_that_mode() ->
         torch.compile(model.train(), backend="eager", fullgraph=True)(x)
 
 
-def test_the_latest_layout_is_that_of_the_last_call_although_the_user_was_warned_of_it_before() -> None:
+def test_the_latest_layout_is_that_of_the_last_call_although_the_user_was_warned_of_it_before() -> (
+    None
+):
     """What a compiler traces takes the latest layout: of sequences, whose rows act on each other here, not of rows."""
 
     class Centred(nn.Module):
@@ -1671,7 +2040,9 @@ def test_transposed_convolutions_of_a_given_output_size(config: Any) -> None:
         close(sb.sample(model, x), expected)
         close(sb.sample(model, x, fold=False), expected)
         one = torch.stack([plain(x[0]) for plain in held(model, 2)])
-        close(sb.sample(model, x[0], fold=False), one)  # an input without a dimension for rows
+        close(
+            sb.sample(model, x[0], fold=False), one
+        )  # an input without a dimension for rows
     assert expected.shape[-1] == 10
 
 
@@ -1704,12 +2075,17 @@ def test_a_model_that_goes_another_way_for_other_numbers_is_found_out_later() ->
             sb.sample(other, small)
 
 
-def test_a_trial_that_cannot_put_things_back_is_over_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_cannot_put_things_back_is_over_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(self: Any) -> None:
         raise RuntimeError("cannot be put back")
 
     monkeypatch.setattr("slimbayes.engine.state.Trials.restore", fail)
-    with pytest.raises(RuntimeError, match="put back"), trial.undisturbed(nn.Linear(2, 2), torch.randn(3, 2)):
+    with (
+        pytest.raises(RuntimeError, match="put back"),
+        trial.undisturbed(nn.Linear(2, 2), torch.randn(3, 2)),
+    ):
         assert trial.on_trial()
     assert not trial.on_trial()
 
@@ -1719,8 +2095,15 @@ def test_some_draws_of_a_pass_keep_its_rows_and_their_own_noise() -> None:
     whole.layout = Layout()
     whole.put("a", Noise(torch.arange(4.0).view(4, 1), torch.empty(0, 0)))
     some = whole.take(torch.tensor([2, 0]))
-    assert (some.draws, some.total, some.rows) == (2, 2, 3) and some.layout is whole.layout
-    assert some.noise["a"].block.tolist() == [[2.0], [0.0]] and len(whole.noise["a"].block) == 4
+    assert (some.draws, some.total, some.rows) == (
+        2,
+        2,
+        3,
+    ) and some.layout is whole.layout
+    assert (
+        some.noise["a"].block.tolist() == [[2.0], [0.0]]
+        and len(whole.noise["a"].block) == 4
+    )
 
 
 def test_objects_are_copied_where_they_hold_tensors_or_know_how() -> None:
@@ -1733,10 +2116,16 @@ def test_objects_are_copied_where_they_hold_tensors_or_know_how() -> None:
 
     empty, batch, copied = Plain(), Plain(), Copied()
     batch.x = torch.ones(2)  # type: ignore[attr-defined]
-    assert copy_of(empty) is empty and copy_of(batch) is not batch and copy_of(copied) is not copied
+    assert (
+        copy_of(empty) is empty
+        and copy_of(batch) is not batch
+        and copy_of(copied) is not copied
+    )
 
 
-def test_draws_that_differ_together_are_said_to_mix_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_that_differ_together_are_said_to_mix_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As a proof finds that ends so, although all that came before went well."""
 
     def differ(self: Any) -> None:
@@ -1744,7 +2133,9 @@ def test_draws_that_differ_together_are_said_to_mix_rows(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(proof.Proof, "verify", differ)
     model = converted(Net(lambda m, x: m.b(m.a(x))), MEMBERS)
-    found = proof.prove(model, ((torch.randn(3, 4),), {}), passes.posteriors_of(model), None)
+    found = proof.prove(
+        model, ((torch.randn(3, 4),), {}), passes.posteriors_of(model), None
+    )
     assert found.mixed and not found.folds and found.why == "draws differ"
 
 
@@ -1758,13 +2149,17 @@ def test_steps_that_run_one_by_one_to_one_end_leave_rows_apart() -> None:
         return m.b(h)
 
     model = converted(Net(last), MEMBERS)
-    layout = locate.layout_of(model, (torch.randn(3, 5, 4),), {}, passes.posteriors_of(model))
+    layout = locate.layout_of(
+        model, (torch.randn(3, 5, 4),), {}, passes.posteriors_of(model)
+    )
     assert layout.lead == (0, 1) and layout.folds and layout.rowwise
 
 
 def test_the_layout_of_a_single_row_is_kept() -> None:
     model, one = converted(Net(lambda m, x: m.b(m.a(x))), MEMBERS), (torch.randn(1, 4),)
-    first, second = (locate.layout_of(model, one, {}, passes.posteriors_of(model)) for _ in range(2))
+    first, second = (
+        locate.layout_of(model, one, {}, passes.posteriors_of(model)) for _ in range(2)
+    )
     assert first is second
 
 
@@ -1775,7 +2170,9 @@ def test_beams_of_a_sequence_have_its_member() -> None:
 
     model = converted(Writer(lambda m, x: m.b(m.a(x))), MEMBERS)
     y = model.generate(torch.ones(2, 4)).unflatten(0, (2, 3))
-    assert all(torch.equal(y[:, 0], y[:, j]) for j in (1, 2)) and not torch.equal(y[0, 0], y[1, 0])
+    assert all(torch.equal(y[:, 0], y[:, j]) for j in (1, 2)) and not torch.equal(
+        y[0, 0], y[1, 0]
+    )
 
 
 def test_an_index_out_of_range_is_told_before_a_gpu_meets_it() -> None:

@@ -16,7 +16,9 @@ from slimbayes.engine.modules import Tree, anchors_of, posteriors_of, tree_of
 
 def stack(members: int = 2) -> nn.Sequential:
     torch.manual_seed(0)
-    return sb.bayesianize(nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))), sb.Rank1(members=members))
+    return sb.bayesianize(
+        nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))), sb.Rank1(members=members)
+    )
 
 
 def names(model: nn.Module) -> list[str]:
@@ -37,34 +39,54 @@ def test_a_tree_is_read_again_when_modules_change() -> None:
 
 
 def test_a_penalty_follows_the_parameters() -> None:
-    net = sb.bayesianize(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), sb.ModelPatch(components=3, init="ones"))
+    net = sb.bayesianize(
+        nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)),
+        sb.ModelPatch(components=3, init="ones"),
+    )
     shared = {"shared_weights": 1.0, "shared_biases": 1.0}
     first = float(sb.l2(net, **shared).detach())
-    net[0].bias = nn.Parameter(torch.full((2,), 10.0))  # a parameter that was not there when the roles were worked out
+    net[0].bias = nn.Parameter(
+        torch.full((2,), 10.0)
+    )  # a parameter that was not there when the roles were worked out
     second = float(sb.l2(net, **shared).detach())
-    assert abs(second - float(net[0].weight.square().sum().detach()) - 200.0) < 1e-3 and second != first
+    assert (
+        abs(second - float(net[0].weight.square().sum().detach()) - 200.0) < 1e-3
+        and second != first
+    )
     net[0].bias.data.fill_(0.0)
-    assert abs(float(sb.l2(net, **shared).detach()) - float(net[0].weight.square().sum().detach())) < 1e-5
+    assert (
+        abs(
+            float(sb.l2(net, **shared).detach())
+            - float(net[0].weight.square().sum().detach())
+        )
+        < 1e-5
+    )
     net[0].register_parameter("extra", nn.Parameter(torch.ones(3)))
     assert abs(float(sb.l2(net, shared_biases=1.0).detach()) - 3.0) < 1e-6
 
 
 def test_biases_of_layers_are_joined_to_those_of_members() -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(6, 4), nn.Linear(4, 2))
+    net = nn.Sequential(
+        nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(6, 4), nn.Linear(4, 2)
+    )
     net = sb.bayesianize(net, sb.Rank1(members=2, draws="member"))
     with torch.no_grad():
         for p in net.parameters():
             p.normal_()
     posteriors, seen = posteriors_of(net), []
-    handle = net.register_forward_hook(lambda *_: seen.append(dict(passes.innermost().values)))  # type: ignore[union-attr]
+    handle = net.register_forward_hook(
+        lambda *_: seen.append(dict(passes.innermost().values))
+    )  # type: ignore[union-attr]
     y = sb.sample(net, torch.randn(3, 2, 3), seed=1)
     handle.remove()
     drawn = [seen[-1][p.key] for p in posteriors]
     own = [layer.bias for layer in (net[0], net[2], net[3])]
     assert all(d.own is bias for d, bias in zip(drawn, own, strict=True))
     offsets = [torch.cat([torch.zeros(1, p.bias.shape[1]), p.bias]) for p in posteriors]
-    torch.testing.assert_close([d.bias for d in drawn], [b + o for b, o in zip(own, offsets, strict=True)])
+    torch.testing.assert_close(
+        [d.bias for d in drawn], [b + o for b, o in zip(own, offsets, strict=True)]
+    )
     assert y.shape == (2, 3, 2)
 
 
@@ -96,7 +118,9 @@ def test_another_type_of_parameters() -> None:
     torch.testing.assert_close(sb.sample(model, x, seed=0), out)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), copy.copy])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), copy.copy]
+)
 def test_copies_plan_for_themselves(copied: object) -> None:
     model, x = stack(), torch.randn(4, 3)
     out = sb.sample(model, x, seed=0)
@@ -148,14 +172,19 @@ def test_biases_train_as_they_did() -> None:
     """Gradients of a layer's own bias and of the members' offsets, against sums over rows by hand."""
     torch.manual_seed(0)
     model = sb.bayesianize(nn.Linear(3, 2), sb.BatchEnsemble(members=2))
-    sb.sample(model, torch.randn(4, 3)).mul(torch.tensor([1.0, 10.0]).view(2, 1, 1)).sum().backward()
+    sb.sample(model, torch.randn(4, 3)).mul(
+        torch.tensor([1.0, 10.0]).view(2, 1, 1)
+    ).sum().backward()
     torch.testing.assert_close(model.bias.grad, torch.full((2,), 44.0))
-    torch.testing.assert_close(model.posterior["weight"].bias.grad, torch.full((1, 2), 40.0))
+    torch.testing.assert_close(
+        model.posterior["weight"].bias.grad, torch.full((1, 2), 40.0)
+    )
 
 
 def test_anchors_are_those_of_the_posteriors() -> None:
     model = sb.bayesianize(
-        nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), {"0": sb.MeanField(), "1": sb.ModelPatch(components=2)}
+        nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)),
+        {"0": sb.MeanField(), "1": sb.ModelPatch(components=2)},
     )
     every = posteriors_of(model)
     for _ in range(2):

@@ -23,7 +23,9 @@ S = 3
 METHODS: dict[str, Any] = {
     "batch-ensemble": sb.BatchEnsemble(members=3),
     "rank1-example": sb.Rank1(members=3, scale_init=0.3, mean_init=sb.Normal(1.0, 0.5)),
-    "rank1-member": sb.Rank1(members=3, scale_init=0.3, mean_init=sb.Normal(1.0, 0.5), draws="member"),
+    "rank1-member": sb.Rank1(
+        members=3, scale_init=0.3, mean_init=sb.Normal(1.0, 0.5), draws="member"
+    ),
     "mean-field": sb.MeanField(scale_init=0.2),
     "flipout": sb.MeanField(scale_init=0.2, estimator="flipout"),
     "k-tied": sb.KTied(rank=1, scale_init=0.2),
@@ -65,7 +67,9 @@ class Interpreter(nn.Module):
         self.program = program
         self.table = nn.Embedding(9, 4) if program.words else None
         self.layers = nn.ModuleDict()
-        self.places: dict[int, Any] = {}  # numbers that a step fixed while the model was built
+        self.places: dict[
+            int, Any
+        ] = {}  # numbers that a step fixed while the model was built
         self.skipped: set[int] = set()
         self.building = True
         with torch.no_grad():
@@ -120,7 +124,9 @@ class Interpreter(nn.Module):
     def _again(self, h: Tensor, i: int, a: int, b: int, first: Tensor) -> Tensor:
         """Call an earlier layer once more."""
         names = [
-            n for n, layer in self.layers.items() if isinstance(layer, nn.Linear) and layer.in_features == h.shape[-1]
+            n
+            for n, layer in self.layers.items()
+            if isinstance(layer, nn.Linear) and layer.in_features == h.shape[-1]
         ]
         name = self._fixed(i, names[a % len(names)] if names else None)
         assert name is not None
@@ -139,7 +145,9 @@ class Interpreter(nn.Module):
     def _conv(self, h: Tensor, i: int, a: int, b: int, first: Tensor) -> Tensor:
         h = h.unsqueeze(1) if h.dim() == 2 else h
         assert h.dim() == 3
-        return torch.tanh(self._layer(i, lambda: nn.Conv1d(h.shape[1], 2 + a, 3, padding=1))(h))
+        return torch.tanh(
+            self._layer(i, lambda: nn.Conv1d(h.shape[1], 2 + a, 3, padding=1))(h)
+        )
 
     def _transpose(self, h: Tensor, i: int, a: int, b: int, first: Tensor) -> Tensor:
         assert h.dim() > 1 and a % h.dim() != b % h.dim()
@@ -149,13 +157,21 @@ class Interpreter(nn.Module):
         assert h.dim() > 2
         return h.flatten(0, 1) if a % 2 else h.flatten(1)
 
-    def _unflatten_rows(self, h: Tensor, i: int, a: int, b: int, first: Tensor) -> Tensor:
+    def _unflatten_rows(
+        self, h: Tensor, i: int, a: int, b: int, first: Tensor
+    ) -> Tensor:
         part = 2 + a % 2
-        return h.unflatten(0, (h.shape[0] // part, part) if b % 2 else (part, h.shape[0] // part))
+        return h.unflatten(
+            0, (h.shape[0] // part, part) if b % 2 else (part, h.shape[0] // part)
+        )
 
     def _fixed_view(self, h: Tensor, i: int, a: int, b: int, first: Tensor) -> Tensor:
         """The number of rows is a constant of the model, or the number of steps is."""
-        rows, tail = self._fixed(i, (h.shape[0], h.shape[1:])) if h.dim() > 1 else (h.shape[0], ())
+        rows, tail = (
+            self._fixed(i, (h.shape[0], h.shape[1:]))
+            if h.dim() > 1
+            else (h.shape[0], ())
+        )
         return h.reshape(rows, -1) if a % 2 else h.reshape(-1, *tail[-1:])
 
     def _cat_rows(self, h: Tensor, i: int, a: int, b: int, first: Tensor) -> Tensor:
@@ -192,7 +208,9 @@ class Interpreter(nn.Module):
         """Every other place of a dimension."""
         shape = [1] * h.dim()
         shape[a % h.dim()] = -1
-        return h * (torch.arange(h.shape[a % h.dim()]) % 2 * 0.5 + 0.5).view(shape).to(h)
+        return h * (torch.arange(h.shape[a % h.dim()]) % 2 * 0.5 + 0.5).view(shape).to(
+            h
+        )
 
     def _positions(self, h: Tensor, i: int, a: int, b: int, first: Tensor) -> Tensor:
         assert h.dim() > 2
@@ -239,12 +257,16 @@ def program_input(program: Program) -> Tensor:
 def programs(names: list[str], sizes: list[int]) -> Any:
     step = st.tuples(st.sampled_from(names), st.integers(0, 3), st.integers(0, 3))
     shape = st.lists(st.sampled_from(sizes), min_size=2, max_size=3).map(tuple)
-    return st.builds(Program, st.lists(step, min_size=1, max_size=7).map(tuple), shape, st.booleans())
+    return st.builds(
+        Program, st.lists(step, min_size=1, max_size=7).map(tuple), shape, st.booleans()
+    )
 
 
 def built(program: Program, method: str) -> tuple[Any, Tensor]:
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)  # so that rounding, which norms and softmaxes enlarge, is out of the picture
+    torch.set_default_dtype(
+        torch.float64
+    )  # so that rounding, which norms and softmaxes enlarge, is out of the picture
     try:
         model = Interpreter(program).eval()
     finally:
@@ -278,15 +300,22 @@ LOOSE = settings(
 @pytest.mark.timeout(0)
 @LOOSE
 @given(programs(WILD, [1, 2, 3, 4, 6, 12]), st.sampled_from(list(METHODS)))
-def test_random_models_equal_their_written_out_draws(program: Program, method: str) -> None:
+def test_random_models_equal_their_written_out_draws(
+    program: Program, method: str
+) -> None:
     check(program, method)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @settings(LOOSE, max_examples=max(30, COUNT // 5))
-@given(programs(CALM, [2, 3, 4, 5]), st.sampled_from(["batch-ensemble", "rank1-example", "mean-field", "flipout"]))
-def test_models_that_leave_rows_alone_fold_without_a_word(program: Program, method: str) -> None:
+@given(
+    programs(CALM, [2, 3, 4, 5]),
+    st.sampled_from(["batch-ensemble", "rank1-example", "mean-field", "flipout"]),
+)
+def test_models_that_leave_rows_alone_fold_without_a_word(
+    program: Program, method: str
+) -> None:
     assert check(program, method) == []
 
 
@@ -299,7 +328,11 @@ def test_the_programs_are_worth_running() -> None:
     @given(programs(WILD, [1, 2, 3, 4, 6, 12]))
     def look(program: Program) -> None:
         model = built(program, "batch-ensemble")[0]
-        seen.update(name for i, (name, _, _) in enumerate(program.steps) if i not in model.skipped)
+        seen.update(
+            name
+            for i, (name, _, _) in enumerate(program.steps)
+            if i not in model.skipped
+        )
 
     look()
     assert seen == set(WILD)

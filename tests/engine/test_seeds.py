@@ -32,7 +32,9 @@ METHODS: dict[str, Any] = {
     "k-tied": sb.KTied(rank=2),
     "radial": sb.Radial(scale_init=0.3),
     "emp": sb.ModelPatch(components=3, jitter=0.5, patch="norm+output"),
-    "emp-example": sb.ModelPatch(components=3, jitter=0.5, patch="norm+output", draws="example"),
+    "emp-example": sb.ModelPatch(
+        components=3, jitter=0.5, patch="norm+output", draws="example"
+    ),
     "mixture": sb.Mixture(components=3, jitter=0.5, assignment="element", sigma=0.1),
     "channel-dropout": sb.MCDropout(rate=0.3, unit="channel", before=".*"),
     "element-dropout": sb.MCDropout(rate=0.3, before="output"),
@@ -40,14 +42,22 @@ METHODS: dict[str, Any] = {
     "drop-connect": sb.DropConnect(rate=0.3),
     "ensemble": sb.Ensemble(members=3),
     "batch-ensemble": sb.BatchEnsemble(members=3),
-    "member-norm": {"norm": sb.MemberNorm(members=2), ".*": sb.Rank1(members=2, scale_init=0.5)},
+    "member-norm": {
+        "norm": sb.MemberNorm(members=2),
+        ".*": sb.Rank1(members=2, scale_init=0.5),
+    },
 }
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.norm, self.drop, self.b = nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.4), nn.Linear(8, 3)
+        self.a, self.norm, self.drop, self.b = (
+            nn.Linear(5, 8),
+            nn.BatchNorm1d(8),
+            nn.Dropout(0.4),
+            nn.Linear(8, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.drop(torch.tanh(self.norm(self.a(x)))))
@@ -55,11 +65,16 @@ class Net(nn.Module):
 
 def net(method: Any) -> nn.Module:
     torch.manual_seed(0)
-    return sb.bayesianize(Net().double().eval(), METHODS.get(method, method) if isinstance(method, str) else method)
+    return sb.bayesianize(
+        Net().double().eval(),
+        METHODS.get(method, method) if isinstance(method, str) else method,
+    )
 
 
 def rows() -> Tensor:
-    return torch.randn(N, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    return torch.randn(
+        N, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
+    )
 
 
 def close(a: Any, b: Any) -> None:
@@ -75,14 +90,24 @@ def test_predict_is_a_function_of_model_inputs_and_seed(method: str) -> None:
     torch.manual_seed(99)
     close(sb.predict(model, x, draws=6, seed=7, chunk=5).samples, whole.samples)
     order = torch.randperm(N)
-    close(sb.predict(model, iter(x[order].split([1, 5, 6])), draws=6, seed=7).samples, whole.samples[:, order])
+    close(
+        sb.predict(model, iter(x[order].split([1, 5, 6])), draws=6, seed=7).samples,
+        whole.samples[:, order],
+    )
     few = sb.predict(model, x, draws=2, seed=7, chunk=24)
     close(few.samples, whole.samples[: few.count])
-    for option in ({"fold": False, "keep_samples": False}, {"fold": True, "share": False}):
+    for option in (
+        {"fold": False, "keep_samples": False},
+        {"fold": True, "share": False},
+    ):
         close(sb.predict(model, x, draws=6, seed=7, **option).mean, whole.mean)
     if method not in ("ensemble", "batch-ensemble"):
-        assert not torch.allclose(sb.predict(model, x, draws=6, seed=8).samples, whole.samples)
-        assert float(whole.samples.unflatten(0, (6, -1)).std(0).max()) > 1e-3  # a member's draws differ
+        assert not torch.allclose(
+            sb.predict(model, x, draws=6, seed=8).samples, whole.samples
+        )
+        assert (
+            float(whole.samples.unflatten(0, (6, -1)).std(0).max()) > 1e-3
+        )  # a member's draws differ
 
 
 @pytest.mark.slow
@@ -95,7 +120,12 @@ def test_each_draw_is_one_function_for_all_rows(method: str) -> None:
     with sb.frozen(model, draws=3, seed=5):
         close(sb.sample(model, x).softmax(-1).detach(), pred.samples[:, :N])
         close(sb.predict(model, x).samples, pred.samples[:, :N])
-        if method not in ("own-dropout", "element-dropout", "channel-dropout", "member-norm"):
+        if method not in (
+            "own-dropout",
+            "element-dropout",
+            "channel-dropout",
+            "member-norm",
+        ):
             close(sb.write_out(model, 2)(x).softmax(-1).detach(), pred.samples[2, :N])
 
 
@@ -114,7 +144,9 @@ def test_torch_s_own_generator_rules_where_no_seed_is_given() -> None:
     close(found[0], found[1])
     assert not torch.allclose(found[0][0], found[0][1])
     generators = [torch.Generator().manual_seed(1) for _ in range(2)]
-    first, second = ([sb.predict(model, x, seed=g).samples for _ in range(2)] for g in generators)
+    first, second = (
+        [sb.predict(model, x, seed=g).samples for _ in range(2)] for g in generators
+    )
     close(first, second)
     assert not torch.allclose(first[0], first[1])
 
@@ -147,9 +179,13 @@ class Noisy(nn.Module):
         return x + torch.randn_like(x)
 
 
-@pytest.mark.parametrize("method", [sb.Rank1(members=2), sb.ModelPatch(components=2), sb.Deterministic()])
+@pytest.mark.parametrize(
+    "method", [sb.Rank1(members=2), sb.ModelPatch(components=2), sb.Deterministic()]
+)
 def test_what_a_model_draws_by_itself_follows_the_seed_too(method: Any) -> None:
-    model = sb.bayesianize(nn.Sequential(Noisy(), nn.Linear(5, 3), nn.LayerNorm(3)).double(), method).eval()
+    model = sb.bayesianize(
+        nn.Sequential(Noisy(), nn.Linear(5, 3), nn.LayerNorm(3)).double(), method
+    ).eval()
     x = rows()
     for run in (
         lambda seed: sb.predict(model, x, draws=3, seed=seed).samples,
@@ -166,7 +202,10 @@ def test_what_a_model_draws_by_itself_follows_the_seed_too(method: Any) -> None:
 def test_seeds_that_are_none_are_refused() -> None:
     model, x = net("rank1"), rows()
     for seed in (1.5, True, "1"):
-        with pytest.raises(TypeError, match=r"seed must be a whole number, a torch\.Generator or None, got "):
+        with pytest.raises(
+            TypeError,
+            match=r"seed must be a whole number, a torch\.Generator or None, got ",
+        ):
             sb.predict(model, x, seed=seed)
     with sb.frozen(model):
         for run in (sb.predict, sb.sample):
@@ -189,15 +228,25 @@ def test_a_row_by_itself_is_predicted_as_with_draws_of_its_own() -> None:
 
 
 def test_masks_of_dropout_are_fair_and_apart() -> None:
-    keys = torch.arange(200) * 977 + key(0)  # neighbours, as the draws of a pass have them
+    keys = torch.arange(200) * 977 + key(
+        0
+    )  # neighbours, as the draws of a pass have them
     kept = kept_units(keys, 0, [40, 50], 0.3).double()
-    assert float(kept.mean()) == pytest.approx(0.7, abs=4 * (0.21 / kept.numel()) ** 0.5)
+    assert float(kept.mean()) == pytest.approx(
+        0.7, abs=4 * (0.21 / kept.numel()) ** 0.5
+    )
     for dims in ((0,), (1,), (2,), (0, 1), (1, 2)):
         count = kept.sum(dims)
         size = kept.numel() / count.numel()
-        assert float(((count - 0.7 * size) ** 2 / (0.21 * size)).mean()) == pytest.approx(1, abs=0.5)
+        assert float(
+            ((count - 0.7 * size) ** 2 / (0.21 * size)).mean()
+        ) == pytest.approx(1, abs=0.5)
     flat = kept.flatten(1)
-    for other in (kept_units(keys, 1, [40, 50], 0.3).double().flatten(1), flat.roll(1, 0), flat.roll(1, 1)):
+    for other in (
+        kept_units(keys, 1, [40, 50], 0.3).double().flatten(1),
+        flat.roll(1, 0),
+        flat.roll(1, 1),
+    ):
         agree = (flat == other).double().mean()
         assert float(agree) == pytest.approx(0.58, abs=0.005)
 
@@ -207,13 +256,18 @@ def test_windows_of_a_row_drop_apart_and_alike_in_any_batch() -> None:
 
     class Folded(Net):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.flatten(0, 1)).unflatten(0, (len(x), -1)).flatten(1)
+            return (
+                super().forward(x.flatten(0, 1)).unflatten(0, (len(x), -1)).flatten(1)
+            )
 
     torch.manual_seed(0)
     model = sb.bayesianize(Folded().double().eval(), sb.MCDropout())
     x = rows()[:, None].expand(N, 4, 5)
     whole = sb.predict(model, x, draws=3, seed=1, likelihood="gaussian").samples
-    close(sb.predict(model, x, draws=3, seed=1, likelihood="gaussian", chunk=5).samples, whole)
+    close(
+        sb.predict(model, x, draws=3, seed=1, likelihood="gaussian", chunk=5).samples,
+        whole,
+    )
     steps = whole.unflatten(-1, (4, 3))
     assert len(steps[0, 0].unique(dim=0)) > 1
 
@@ -247,14 +301,25 @@ def test_compiled_models_have_the_same_draws(method: str) -> None:
 @pytest.mark.slow
 def test_noise_of_a_compiled_loss_is_torchs_own() -> None:
     """On a CPU, where a compiler would take its own generator: a loss is what it is without one."""
-    model = nn.Sequential(nn.Linear(5, 3, bias=False))  # a layer more is three more programs to compile
-    sb.bayesianize(model, sb.KTied(rank=2, prior=sb.Normal(0.0, 0.2), estimator="reparam"))
+    model = nn.Sequential(
+        nn.Linear(5, 3, bias=False)
+    )  # a layer more is three more programs to compile
+    sb.bayesianize(
+        model, sb.KTied(rank=2, prior=sb.Normal(0.0, 0.2), estimator="reparam")
+    )
     x = torch.randn(6, 5)
     sb.sample(model, x)
     torch._dynamo.reset()
     results = []
-    known = {"cpp.vec_isa_ok": False, "compile_threads": 1}  # no program to try the processor, no processes to wait
-    for loss in (torch.compile(lambda: sb.sample(model, x).square().mean(), fullgraph=True, options=known),) * 2:
+    known = {
+        "cpp.vec_isa_ok": False,
+        "compile_threads": 1,
+    }  # no program to try the processor, no processes to wait
+    for loss in (
+        torch.compile(
+            lambda: sb.sample(model, x).square().mean(), fullgraph=True, options=known
+        ),
+    ) * 2:
         torch.manual_seed(3)
         results.append(loss())
     torch.manual_seed(3)
@@ -310,7 +375,9 @@ def test_forked_children_draw_differently_and_reproducibly(what: str) -> None:
     children.append(FORKED[what](model))
     assert all(a != b for i, a in enumerate(children) for b in children[:i])
     if what == "bare":  # forks are counted alike, whatever is drawn then
-        grandchildren = [in_child(lambda: in_child(lambda: FORKED[what](model))) for _ in range(2)]
+        grandchildren = [
+            in_child(lambda: in_child(lambda: FORKED[what](model))) for _ in range(2)
+        ]
         assert grandchildren[0] != grandchildren[1]
 
 
@@ -326,8 +393,13 @@ def test_a_child_that_seeds_itself_draws_what_anybody_with_that_seed_draws() -> 
     children = [in_child(lambda: seeded(5)) for _ in range(2)]
     torch.manual_seed(1)
     assert children[0] == children[1] == seeded(5)
-    explicit = [in_child(lambda: sb.predict(model, rows(), seed=3).samples.tolist()) for _ in range(2)]
-    assert explicit[0] == explicit[1] == sb.predict(model, rows(), seed=3).samples.tolist()
+    explicit = [
+        in_child(lambda: sb.predict(model, rows(), seed=3).samples.tolist())
+        for _ in range(2)
+    ]
+    assert (
+        explicit[0] == explicit[1] == sb.predict(model, rows(), seed=3).samples.tolist()
+    )
     # a child's own generator goes on untouched
     torch.manual_seed(2)
     expected = torch.rand(3).tolist()

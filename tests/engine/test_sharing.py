@@ -45,7 +45,10 @@ METHODS: dict[str, Any] = {
         "bn2": sb.Ensemble(members=2, init="copies", jitter=0.5),
         "fc": sb.ModelPatch(components=2, jitter=0.5),
     },
-    "mix": {"bn.*": sb.ModelPatch(components=2, jitter=0.5), "fc": sb.DropConnect(rate=0.3)},
+    "mix": {
+        "bn.*": sb.ModelPatch(components=2, jitter=0.5),
+        "fc": sb.DropConnect(rate=0.3),
+    },
 }
 
 
@@ -59,7 +62,9 @@ def _counted(model: nn.Module, name: str) -> list[int]:
 
 
 def _hooks(model: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()
+    )
 
 
 def _both(model: nn.Module, x: Tensor, draws: int) -> tuple[Tensor, Tensor]:
@@ -75,7 +80,10 @@ def _both(model: nn.Module, x: Tensor, draws: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("method", METHODS)
 def test_shared_passes_give_the_same_outputs(method: str) -> None:
     torch.manual_seed(0)
-    model, x = sb.bayesianize(Residual().eval(), METHODS[method]), torch.randn(5, 3, 6, 6)
+    model, x = (
+        sb.bayesianize(Residual().eval(), METHODS[method]),
+        torch.randn(5, 3, 6, 6),
+    )
     shared, apart = _both(model, x, 12)
     torch.testing.assert_close(shared, apart, rtol=1e-5, atol=1e-6)
     assert len(shared.flatten(1).unique(dim=0)) > 1  # draws differ at all
@@ -95,10 +103,17 @@ def test_shared_passes_give_the_same_outputs(method: str) -> None:
         ("mean-field", {"stem": [], "side": [], "conv": []}),
     ],
 )
-def test_modules_run_once_where_no_draw_has_been_used(method: str, expected: dict[str, list[int]]) -> None:
-    model, x = sb.bayesianize(Residual().eval(), METHODS[method]), torch.randn(5, 3, 6, 6)
+def test_modules_run_once_where_no_draw_has_been_used(
+    method: str, expected: dict[str, list[int]]
+) -> None:
+    model, x = (
+        sb.bayesianize(Residual().eval(), METHODS[method]),
+        torch.randn(5, 3, 6, 6),
+    )
     draws = 16 // sb.members(model)
-    plain = [name for name in expected if not hasattr(model.get_submodule(name), "posterior")]
+    plain = [
+        name for name in expected if not hasattr(model.get_submodule(name), "posterior")
+    ]
     sb.predict(model, x, draws=draws, share=False)  # locates rows
     seen = {name: _counted(model, name) for name in plain}
     torch.manual_seed(0)
@@ -120,7 +135,11 @@ class Noisy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.norm, self.fc = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+        self.body, self.norm, self.fc = (
+            nn.Linear(6, 8),
+            nn.LayerNorm(8),
+            nn.Linear(8, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(self.norm(F.dropout(self.body(x), 0.5, training=True)))
@@ -133,10 +152,13 @@ class NoisyBody(nn.Linear):
 
 def test_modules_with_noise_of_their_own_are_not_shared() -> None:
     model = sb.bayesianize(
-        nn.Sequential(NoisyBody(6, 8), nn.Linear(8, 3)), {"1": sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0))}
+        nn.Sequential(NoisyBody(6, 8), nn.Linear(8, 3)),
+        {"1": sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0))},
     )
     samples = sb.predict(model, torch.randn(7, 6), draws=4).samples
-    assert len(samples.flatten(1).unique(dim=0)) == 8  # members are alike: only the noise tells draws apart
+    assert (
+        len(samples.flatten(1).unique(dim=0)) == 8
+    )  # members are alike: only the noise tells draws apart
 
 
 def test_draws_that_picked_alike_keep_the_users_own_noise() -> None:
@@ -146,7 +168,10 @@ def test_draws_that_picked_alike_keep_the_users_own_noise() -> None:
 
 
 def test_hooks_and_training_flags_are_put_back_whatever_happens() -> None:
-    model, x = sb.bayesianize(Residual(), METHODS["last-layer"]), torch.randn(5, 3, 6, 6)
+    model, x = (
+        sb.bayesianize(Residual(), METHODS["last-layer"]),
+        torch.randn(5, 3, 6, 6),
+    )
     model.conv.eval()
     flags = [m.training for m in model.modules()]
     sb.predict(model, x, draws=4)
@@ -165,7 +190,9 @@ def test_threads_share_apart() -> None:
     batches = [torch.randn(n, 3, 6, 6) for n in (3, 5, 7, 4)]
     expected = [sb.predict(model, x, draws=2, share=False).samples for x in batches]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda x: sb.predict(model, x, draws=2).samples, batches * 4))
+        found = list(
+            pool.map(lambda x: sb.predict(model, x, draws=2).samples, batches * 4)
+        )
     for samples, alone in zip(found, expected * 4, strict=True):
         torch.testing.assert_close(samples, alone, rtol=1e-5, atol=1e-6)
     assert _hooks(model) == 0 and model.training
@@ -182,7 +209,10 @@ def test_a_dimension_that_only_looks_like_the_batch_is_left_alone() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.norm(torch.cat([self.mix(part.t()).t() for part in x.split(3)]))
 
-    model, x = sb.bayesianize(Transposed().eval(), sb.ModelPatch(components=2, jitter=0.5)), torch.randn(3, 12)
+    model, x = (
+        sb.bayesianize(Transposed().eval(), sb.ModelPatch(components=2, jitter=0.5)),
+        torch.randn(3, 12),
+    )
     shared, apart = _both(model, x, 4)
     torch.testing.assert_close(shared, apart)
 
@@ -198,7 +228,10 @@ def test_where_draws_run_one_by_one_nothing_is_shared() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.norm(self.mix(x.t()).t())
 
-    model, x = sb.bayesianize(Mixing().eval(), sb.ModelPatch(components=2, jitter=0.5)), torch.randn(3, 12)
+    model, x = (
+        sb.bayesianize(Mixing().eval(), sb.ModelPatch(components=2, jitter=0.5)),
+        torch.randn(3, 12),
+    )
     with pytest.warns(UserWarning, match="draw by draw"):
         shared, apart = _both(model, x, 4)
     torch.testing.assert_close(shared, apart)
@@ -214,7 +247,10 @@ def _enumerated(net: nn.Module, x: Tensor) -> Tensor:
             own = {n: t for n, t in net.state_dict().items() if "posterior" not in n}
             for (_, p), k, name in zip(sites, (i, j), ("norm1", "norm2"), strict=True):
                 if k:
-                    own |= {f"{name}.weight": p.weight[k - 1], f"{name}.bias": p.bias[k - 1]}
+                    own |= {
+                        f"{name}.weight": p.weight[k - 1],
+                        f"{name}.bias": p.bias[k - 1],
+                    }
             plain.load_state_dict(own)
             outputs.append(plain(x))
     return torch.stack(outputs).detach()
@@ -230,12 +266,26 @@ def test_ten_thousand_draws_of_25_networks_run_25() -> None:
     pred = sb.predict(net, x, draws=10_000, likelihood="gaussian", scale=0.3)
     assert sum(rows) <= 25 * 7
     every = _enumerated(net, x)
-    distance = torch.cdist(pred.samples.flatten(1), every.flatten(1), compute_mode="donot_use_mm_for_euclid_dist")
+    distance = torch.cdist(
+        pred.samples.flatten(1),
+        every.flatten(1),
+        compute_mode="donot_use_mm_for_euclid_dist",
+    )
     assert distance.amin(1).max() < 1e-4  # each draw is one of the 25
     counts = distance.argmin(1).bincount(minlength=25)
-    assert ((counts - 400.0).square() / 400.0).sum() < 60  # chi-square with 24 degrees of freedom
+    assert (
+        (counts - 400.0).square() / 400.0
+    ).sum() < 60  # chi-square with 24 degrees of freedom
     torch.testing.assert_close(pred.mean, every.mean(0), rtol=0.05, atol=0.02)
-    loose = sb.predict(net, x, draws=10_000, likelihood="gaussian", scale=0.3, keep_samples=False, chunk=40)
+    loose = sb.predict(
+        net,
+        x,
+        draws=10_000,
+        likelihood="gaussian",
+        scale=0.3,
+        keep_samples=False,
+        chunk=40,
+    )
     torch.testing.assert_close(loose.epistemic, pred.epistemic, rtol=0.1, atol=1e-3)
 
 
@@ -244,7 +294,12 @@ def test_predict_without_sharing_agrees() -> None:
     torch.manual_seed(0)
     first = sb.predict(model, x, draws=6)
     torch.manual_seed(0)
-    torch.testing.assert_close(sb.predict(model, x, draws=6, share=False).samples, first.samples, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        sb.predict(model, x, draws=6, share=False).samples,
+        first.samples,
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.slow
@@ -254,7 +309,11 @@ def test_default_chunk_cuts_draws_but_never_the_batch() -> None:
     sb.predict(model, torch.zeros(2**9, 2**12), draws=9)  # locates rows
     model.register_forward_hook(lambda layer, args, out: rows.append(len(out)))
     sb.predict(model, torch.zeros(2**9, 2**12), draws=9, keep_samples=False)
-    assert rows == [4 * 2**9, 4 * 2**9, 2**9]  # 2^23 numbers are four repetitions of 2^21
+    assert rows == [
+        4 * 2**9,
+        4 * 2**9,
+        2**9,
+    ]  # 2^23 numbers are four repetitions of 2^21
     rows.clear()
     sb.predict(model, torch.zeros(2**9, 2**12), draws=9, chunk=2**9)
     assert rows == [2**9] * 9
@@ -265,7 +324,9 @@ def _blobs(n: int) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 2) + 2.0 * y.unsqueeze(1), y
 
 
-def test_stacking_an_ensemble_prefers_the_good_member_and_predict_follows(tmp_path: Any) -> None:
+def test_stacking_an_ensemble_prefers_the_good_member_and_predict_follows(
+    tmp_path: Any,
+) -> None:
     torch.manual_seed(0)
     nets = [nn.Linear(2, 2) for _ in range(3)]
     with torch.no_grad():  # one useful member, two that have classes swapped
@@ -279,14 +340,18 @@ def test_stacking_an_ensemble_prefers_the_good_member_and_predict_follows(tmp_pa
     assert weights[0] > 0.8 and weights.sum().item() == pytest.approx(1.0)
     pred = sb.predict(model, x)
     assert pred.log_prob(y).mean() > before
-    torch.testing.assert_close(pred.probs, torch.einsum("k,knc->nc", weights, pred.member_probs))
+    torch.testing.assert_close(
+        pred.probs, torch.einsum("k,knc->nc", weights, pred.member_probs)
+    )
     again = sb.load(nn.Linear(2, 2), sb.save(model, tmp_path / "p", base=True))
     torch.testing.assert_close(sb.predict(again, x).probs, pred.probs)
     assert sb.predict(model, iter(x.split(50))).weights is not None
 
 
 @pytest.mark.parametrize("learn", [False, True])
-def test_stacking_patched_layers_moves_probability_to_good_components(learn: bool) -> None:
+def test_stacking_patched_layers_moves_probability_to_good_components(
+    learn: bool,
+) -> None:
     torch.manual_seed(0)
     model = sb.bayesianize(
         nn.Sequential(nn.LayerNorm(2, eps=10.0), nn.Linear(2, 2)),
@@ -298,16 +363,27 @@ def test_stacking_patched_layers_moves_probability_to_good_components(learn: boo
     with torch.no_grad():
         model[1].weight.copy_(torch.tensor([[-5.0, 5.0], [5.0, -5.0]]))
         model[1].bias.zero_()
-        output.weight.copy_(-model[1].weight[None])  # the second component has the classes swapped
+        output.weight.copy_(
+            -model[1].weight[None]
+        )  # the second component has the classes swapped
         output.bias.zero_()
     uniform = sb.predict(model, x, draws=400).log_prob(y).mean()
     found = sb.stack(model, x, y, draws=64)
-    assert found["1.weight"][0] > 0.9 and abs(found["0.weight"][0] - 0.5) < 0.1  # the norm's components are equal
+    assert (
+        found["1.weight"][0] > 0.9 and abs(found["0.weight"][0] - 0.5) < 0.1
+    )  # the norm's components are equal
     torch.testing.assert_close(output.probabilities(), found["1.weight"])
     assert sb.predict(model, x, draws=400).log_prob(y).mean() > uniform + 0.1
 
 
-@pytest.mark.parametrize("config", [sb.Rank1(members=2), sb.ModelPatch(cross=True, patch="output"), sb.Deterministic()])
+@pytest.mark.parametrize(
+    "config",
+    [
+        sb.Rank1(members=2),
+        sb.ModelPatch(cross=True, patch="output"),
+        sb.Deterministic(),
+    ],
+)
 def test_stacking_refuses_what_it_cannot_reweight(config: sb.Config) -> None:
     model: Callable[..., Any] = sb.bayesianize(nn.Sequential(nn.Linear(2, 2)), config)
     with pytest.raises(ValueError, match="stack is for an Ensemble"):
@@ -336,7 +412,9 @@ def test_windows_of_one_row_stay_together_where_rows_do_not_divide_evenly() -> N
         sb.ModelPatch(components=2, patch="fc", jitter=1.0),
     ):
         net = sb.bayesianize(Windows(), config)
-        x = torch.randn(1, 1, 3).expand(3, 2, 3)  # all windows alike: outputs differ by their draw alone
+        x = torch.randn(1, 1, 3).expand(
+            3, 2, 3
+        )  # all windows alike: outputs differ by their draw alone
         with sb.frozen(net, draws=2 // sb.members(net)):
             y = net(x)
         assert torch.equal(y[:, 0], y[:, 1])
@@ -360,7 +438,10 @@ class Turns(nn.Module):
 
 def test_a_module_is_not_shared_once_a_draw_was_used() -> None:
     """The proof found the stem ahead of all draws; what a model does later may differ."""
-    model, x = sb.bayesianize(Turns(), {"[ab]": sb.BatchEnsemble(members=3)}), torch.randn(5, 4)
+    model, x = (
+        sb.bayesianize(Turns(), {"[ab]": sb.BatchEnsemble(members=3)}),
+        torch.randn(5, 4),
+    )
     sb.predict(model, x)
     model.late.append(1)
     shared, apart = _both(model, x, 2)
@@ -372,7 +453,11 @@ class Packed(nn.Module):
 
     def __init__(self, inside: bool) -> None:
         super().__init__()
-        self.pack, self.lstm, self.head = Packs(), nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 3)
+        self.pack, self.lstm, self.head = (
+            Packs(),
+            nn.LSTM(4, 8, batch_first=True),
+            nn.Linear(8, 3),
+        )
         self.inside = inside
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
@@ -390,12 +475,16 @@ class Packs(nn.Module):
 
 
 def pack(x: Tensor, lengths: Tensor) -> Any:
-    return nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return nn.utils.rnn.pack_padded_sequence(
+        x, lengths, batch_first=True, enforce_sorted=False
+    )
 
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_packed_sequences_ahead_of_draws_are_not_cut(inside: bool) -> None:
-    net = sb.bayesianize(Packed(inside), sb.BatchEnsemble(members=3), include="head").eval()
+    net = sb.bayesianize(
+        Packed(inside), sb.BatchEnsemble(members=3), include="head"
+    ).eval()
     inputs = torch.randn(6, 5, 4), torch.tensor([5, 3, 4, 2, 5, 1])
     alone = sb.predict(net, inputs, seed=1, fold=False).probs
     torch.testing.assert_close(sb.predict(net, inputs, seed=1).probs, alone)

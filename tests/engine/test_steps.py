@@ -39,12 +39,16 @@ def hops(work: Any) -> int:
 
 def steps(layers: int) -> int:
     """Hops of `sample`, a likelihood, `elbo` and a backward pass, once the step is settled."""
-    net = nn.Sequential(*[m for _ in range(layers) for m in (nn.Linear(4, 4), nn.ReLU())])
+    net = nn.Sequential(
+        *[m for _ in range(layers) for m in (nn.Linear(4, 4), nn.ReLU())]
+    )
     sb.bayesianize(net, sb.Rank1(members=2))
     x, y = torch.randn(8, 4), torch.randint(4, (8,))
 
     def step() -> None:
-        sb.elbo(sb.categorical(sb.sample(net, x), y), net, num_data=1000).loss.backward()
+        sb.elbo(
+            sb.categorical(sb.sample(net, x), y), net, num_data=1000
+        ).loss.backward()
 
     for _ in range(20):  # a proof, and looks at whether it still holds
         step()
@@ -63,7 +67,12 @@ class Shapes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c, self.d = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Conv2d(1, 3, 2)
+        self.a, self.b, self.c, self.d = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Conv2d(1, 3, 2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.b(torch.tanh(self.a(x))))
@@ -79,14 +88,21 @@ class Pictures(nn.Sequential):
         super().__init__(nn.Unflatten(1, (2, 2)), *maps, nn.Flatten(), nn.Linear(4, 3))
 
 
-METHODS = [sb.Rank1(members=2), sb.Rank1(members=2, draws="member"), sb.BatchEnsemble(members=2), sb.Rank1(members=1)]
+METHODS = [
+    sb.Rank1(members=2),
+    sb.Rank1(members=2, draws="member"),
+    sb.BatchEnsemble(members=2),
+    sb.Rank1(members=1),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", METHODS, ids=["example", "member", "point", "one"])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("make", [Shapes, Pictures])
-def test_one_layers_lines_meet_inputs_of_several_kinds(make: Any, config: Any, autocast: bool) -> None:
+def test_one_layers_lines_meet_inputs_of_several_kinds(
+    make: Any, config: Any, autocast: bool
+) -> None:
     torch.manual_seed(0)
     net = sb.bayesianize(make(), config)
     with torch.no_grad():
@@ -96,18 +112,28 @@ def test_one_layers_lines_meet_inputs_of_several_kinds(make: Any, config: Any, a
                 p.bias.normal_()
     x = torch.randn(6, 4)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        folded, apart = (sb.sample(net, x, draws=3, fold=fold, seed=1) for fold in (True, False))
-    torch.testing.assert_close(folded, apart, **({"rtol": 0.05, "atol": 0.05} if autocast else {}))
+        folded, apart = (
+            sb.sample(net, x, draws=3, fold=fold, seed=1) for fold in (True, False)
+        )
+    torch.testing.assert_close(
+        folded, apart, **({"rtol": 0.05, "atol": 0.05} if autocast else {})
+    )
     with sb.frozen(net, draws=2):
         every = sb.sample(net, x)
         for j, out in enumerate(every):
-            torch.testing.assert_close(out, sb.write_out(net, j)(x), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(sb.sample(net, x[:4]), every[:, :4])  # other rows, the same draws
+            torch.testing.assert_close(
+                out, sb.write_out(net, j)(x), rtol=1e-4, atol=1e-5
+            )
+        torch.testing.assert_close(
+            sb.sample(net, x[:4]), every[:, :4]
+        )  # other rows, the same draws
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("draws", ["example", "member"])
-def test_lines_that_a_checkpoint_made_without_a_graph_serve_nobody_else(reentrant: bool, draws: Any) -> None:
+def test_lines_that_a_checkpoint_made_without_a_graph_serve_nobody_else(
+    reentrant: bool, draws: Any
+) -> None:
     class Net(nn.Module):
         saves = False
 
@@ -116,11 +142,18 @@ def test_lines_that_a_checkpoint_made_without_a_graph_serve_nobody_else(reentran
             self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            x = checkpoint(self.a, x, use_reentrant=reentrant) if self.saves else self.a(x)
+            x = (
+                checkpoint(self.a, x, use_reentrant=reentrant)
+                if self.saves
+                else self.a(x)
+            )
             return self.b(torch.tanh(x))
 
     torch.manual_seed(0)
-    net, x = sb.bayesianize(Net(), sb.Rank1(members=2, draws=draws)), torch.randn(6, 4, requires_grad=True)
+    net, x = (
+        sb.bayesianize(Net(), sb.Rank1(members=2, draws=draws)),
+        torch.randn(6, 4, requires_grad=True),
+    )
     sb.sample(net, x)
     found = []
     for net.saves in (False, True):  # each is another kind of call
@@ -141,13 +174,26 @@ def test_lines_are_shaped_anew_for_every_kind_of_input() -> None:
 
     lines = made(False)
     a = lines.meeting(torch.zeros(2, 4), -1, 2)["a"]
-    assert a.shape == (2, 4) and lines.meeting(torch.ones(2, 4), -1, 2)["a"] is a and a.requires_grad
-    assert torch.equal(lines.meeting(torch.zeros(6, 4), -1, 6)["b"], whole[:, 4:].repeat_interleave(3, 0))
-    assert lines.meeting(torch.zeros(2, 4, dtype=torch.float64), -1, 2)["a"].dtype == torch.float64
+    assert (
+        a.shape == (2, 4)
+        and lines.meeting(torch.ones(2, 4), -1, 2)["a"] is a
+        and a.requires_grad
+    )
+    assert torch.equal(
+        lines.meeting(torch.zeros(6, 4), -1, 6)["b"],
+        whole[:, 4:].repeat_interleave(3, 0),
+    )
+    assert (
+        lines.meeting(torch.zeros(2, 4, dtype=torch.float64), -1, 2)["a"].dtype
+        == torch.float64
+    )
     with torch.no_grad():
         assert not lines.meeting(torch.zeros(6, 4), -1, 6)["a"].requires_grad
     assert lines.meeting(torch.zeros(6, 4), -1, 6)["a"].requires_grad
-    assert lines.meeting(torch.zeros(2, 5, 4), -1, 2) is None and lines.meeting(torch.zeros(2, 4, 5), 1, 2) is None
+    assert (
+        lines.meeting(torch.zeros(2, 5, 4), -1, 2) is None
+        and lines.meeting(torch.zeros(2, 4, 5), 1, 2) is None
+    )
     assert made(False).meeting(torch.zeros(2, 5, 4), -1, 2)["a"].shape == (2, 1, 4)
     assert made(True).meeting(torch.zeros(2, 4, 5), 1, 2)["a"].shape == (2, 4, 1)
     assert made(True).meeting(torch.zeros(2, 4, 5, 5), 1, 2)["a"].shape == (2, 4, 1, 1)
@@ -155,7 +201,9 @@ def test_lines_are_shaped_anew_for_every_kind_of_input() -> None:
 
 
 def test_held_draws_meet_no_rows_and_any_number_of_them() -> None:
-    net = sb.bayesianize(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), sb.Rank1(members=3))
+    net = sb.bayesianize(
+        nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), sb.Rank1(members=3)
+    )
     with sb.frozen(net, draws=2):
         whole = torch.randn(12, 4)
         first = sb.sample(net, whole[:6])

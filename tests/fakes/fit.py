@@ -25,7 +25,10 @@ def main() -> None:
         handle.write(f"{time.time()} {os.getpid()}\n")
     start = len((folder / "starts").read_text().splitlines())
     asked: list[int] = []
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if plan.get("deaf") else lambda *_: asked.append(1))
+    signal.signal(
+        signal.SIGTERM,
+        signal.SIG_IGN if plan.get("deaf") else lambda *_: asked.append(1),
+    )
     (folder / "environment.json").write_text("{}")
     (folder / "gpu").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     done = [int(p.name[5:]) for p in folder.glob("checkpoints/step-*")]
@@ -41,7 +44,9 @@ def main() -> None:
         if asked:
             (folder / "asked").touch()
             sys.exit(143)
-    (folder / "record.json").write_text(json.dumps(RECORD | {"config_hash": plan.get("hash", "")}))
+    (folder / "record.json").write_text(
+        json.dumps(RECORD | {"config_hash": plan.get("hash", "")})
+    )
     (folder / "ended").write_text(f"{time.time()}\n")
 
 

@@ -14,8 +14,13 @@ from torch import Tensor
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(CUDA or INTERPRETED, reason="kernels run here, which says more than compiling them"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),  # of Triton 3.9, about 3.10
+    pytest.mark.skipif(
+        CUDA or INTERPRETED,
+        reason="kernels run here, which says more than compiling them",
+    ),
+    pytest.mark.filterwarnings(
+        "ignore:TRITON_DEFAULT_FP_FUSION"
+    ),  # of Triton 3.9, about 3.10
 ]
 SHARED = 227 * 1024  # bytes that a program of an H200 can have
 REGISTERS = 65536  # of a multiprocessor
@@ -47,7 +52,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     from slimbayes.kernels import launch
 
     run, found = JITFunction.run, []
-    monkeypatch.setattr(JITFunction, "run", lambda *args, **how: found.append(run(*args, **how | {"warmup": True})))
+    monkeypatch.setattr(
+        JITFunction,
+        "run",
+        lambda *args, **how: found.append(run(*args, **how | {"warmup": True})),
+    )
     monkeypatch.setattr(launch, "INTERPRETED", True)  # Triton is asked at each launch
     monkeypatch.setattr(driver, "_active", Hopper())
     return found
@@ -62,25 +71,45 @@ def check(kernels: list[Any], folder: Path) -> None:
         code = folder / "kernel.ptx"
         code.write_text(kernel.asm["ptx"])
         arch = re.search(r"\.target (\w+)", kernel.asm["ptx"])[1]  # type: ignore[index]
-        words = [get_ptxas(90).path, "-v", f"-arch={arch}", str(code), "-o", str(folder / "kernel.cubin")]
+        words = [
+            get_ptxas(90).path,
+            "-v",
+            f"-arch={arch}",
+            str(code),
+            "-o",
+            str(folder / "kernel.cubin"),
+        ]
         said = subprocess.run(words, capture_output=True, text=True, check=True).stderr
         registers = int(re.search(r"Used (\d+) registers", said)[1])  # type: ignore[index]
         spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
         shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
         what = f"{kernel.name}: {registers} registers, {spilled} bytes spilled, {shared} shared, {warps} warps"
-        assert not spilled and 2 * shared <= SHARED and 2 * 32 * warps * registers <= REGISTERS, what
+        assert (
+            not spilled
+            and 2 * shared <= SHARED
+            and 2 * 32 * warps * registers <= REGISTERS
+        ), what
 
 
 def numbers(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
     return torch.rand(shape).to(dtype) + 0.1
 
 
-@pytest.mark.parametrize(("channels", "dtype"), [(16, FP32), (64, BF16), (160, BF16), (640, BF16), (640, FP32)])
+@pytest.mark.parametrize(
+    ("channels", "dtype"),
+    [(16, FP32), (64, BF16), (160, BF16), (640, BF16), (640, FP32)],
+)
 @pytest.mark.parametrize("family", range(4))
-def test_scaled_rows(compiled: list[Any], tmp_path: Path, family: int, channels: int, dtype: torch.dtype) -> None:
+def test_scaled_rows(
+    compiled: list[Any], tmp_path: Path, family: int, channels: int, dtype: torch.dtype
+) -> None:
     from slimbayes.kernels.scale import gradients_of_rows, scale_rows
 
-    x, loc, bias = numbers(64, channels, dtype=dtype), numbers(4, channels), numbers(4, channels)
+    x, loc, bias = (
+        numbers(64, channels, dtype=dtype),
+        numbers(4, channels),
+        numbers(4, channels),
+    )
     scale, seed = (numbers(4, channels), torch.tensor(3)) if family else (None, None)
     how, needs = (family, 2.0, 0, 0), (True, True, family > 0, True)
     scale_rows(x, loc, scale, bias, seed, how, dtype)
@@ -89,13 +118,22 @@ def test_scaled_rows(compiled: list[Any], tmp_path: Path, family: int, channels:
     check(compiled, tmp_path)
 
 
-@pytest.mark.parametrize(("rank", "dtype"), [(1, BF16), (2, BF16), (2, FP32), (8, BF16)])
-def test_tied(compiled: list[Any], tmp_path: Path, rank: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("rank", "dtype"), [(1, BF16), (2, BF16), (2, FP32), (8, BF16)]
+)
+def test_tied(
+    compiled: list[Any], tmp_path: Path, rank: int, dtype: torch.dtype
+) -> None:
     from slimbayes.kernels.tied import sum_log_outer, tied_local
 
     p, q = numbers(256, rank).requires_grad_(), numbers(128, rank).requires_grad_()
-    x, weight = numbers(64, 256, dtype=dtype).requires_grad_(), numbers(128, 256).requires_grad_()
-    tied_local(x, weight, 0, numbers(128), p, q, numbers(128), torch.tensor(3), 0, dtype).sum().backward()
+    x, weight = (
+        numbers(64, 256, dtype=dtype).requires_grad_(),
+        numbers(128, 256).requires_grad_(),
+    )
+    tied_local(
+        x, weight, 0, numbers(128), p, q, numbers(128), torch.tensor(3), 0, dtype
+    ).sum().backward()
     sum_log_outer(p, q).backward()
     assert len(compiled) == 5
     check(compiled, tmp_path)
@@ -125,7 +163,10 @@ def test_lstm(
     from slimbayes.kernels.lstm import Cell
     from slimbayes.kernels.lstm_triton import backward, forward
 
-    gates, h, c = (numbers(*shape, dtype=dtype) for shape in ((3, rows, 4 * units), (rows, units), (rows, units)))
+    gates, h, c = (
+        numbers(*shape, dtype=dtype)
+        for shape in ((3, rows, 4 * units), (rows, units), (rows, units))
+    )
     shapes = (weights, 4 * units, units), (lines, units), *((lines, 4 * units),) * 3
     cell = Cell(*(numbers(*shape, dtype=dtype) for shape in shapes))
     lengths = torch.full((rows,), 2) if reverse else None

@@ -22,25 +22,45 @@ if INTERPRETED or CUDA:
     from slimbayes.kernels.scale import NORMAL, How, scaled
 
 
-def numbers(rows: int, blocks: int, n_in: int, n_out: int, out_dim: int) -> list[Tensor]:
+def numbers(
+    rows: int, blocks: int, n_in: int, n_out: int, out_dim: int
+) -> list[Tensor]:
     """x, weight, s, r and bias."""
-    shapes = [(rows, n_in), (n_out, n_in) if out_dim == 0 else (n_in, n_out), (blocks, n_in), (blocks, n_out)]
+    shapes = [
+        (rows, n_in),
+        (n_out, n_in) if out_dim == 0 else (n_in, n_out),
+        (blocks, n_in),
+        (blocks, n_out),
+    ]
     return [torch.randn(shape, device=DEVICE) for shape in [*shapes, (blocks, n_out)]]
 
 
-def defined(x: Tensor, weight: Tensor, s: Tensor, r: Tensor, bias: Tensor, out_dim: int) -> Tensor:
+def defined(
+    x: Tensor, weight: Tensor, s: Tensor, r: Tensor, bias: Tensor, out_dim: int
+) -> Tensor:
     """((x o s) W) o r + b with a line of factors for each row."""
-    s, r, bias = (line.repeat_interleave(len(x) // len(line), 0) for line in (s, r, bias))
+    s, r, bias = (
+        line.repeat_interleave(len(x) // len(line), 0) for line in (s, r, bias)
+    )
     return ((x * s) @ (weight.T if out_dim == 0 else weight)) * r + bias
 
 
-def gradients(function: Any, tensors: list[Tensor], dtype: torch.dtype, frozen: int | None = None) -> list[Tensor]:
+def gradients(
+    function: Any, tensors: list[Tensor], dtype: torch.dtype, frozen: int | None = None
+) -> list[Tensor]:
     """The result and the gradients of all tensors but the frozen one, in float64."""
-    leaves = [t.detach().to(dtype, copy=True).requires_grad_(i != frozen) for i, t in enumerate(tensors)]
+    leaves = [
+        t.detach().to(dtype, copy=True).requires_grad_(i != frozen)
+        for i, t in enumerate(tensors)
+    ]
     y = function(*leaves)
-    weights = torch.linspace(-1, 1, y.numel(), device=y.device, dtype=torch.float64).view(y.shape)
+    weights = torch.linspace(
+        -1, 1, y.numel(), device=y.device, dtype=torch.float64
+    ).view(y.shape)
     (y.double() * weights).sum().backward()
-    return [y.detach().double()] + [leaf.grad.double() for leaf in leaves if leaf.grad is not None]
+    return [y.detach().double()] + [
+        leaf.grad.double() for leaf in leaves if leaf.grad is not None
+    ]
 
 
 @needs_triton
@@ -54,7 +74,9 @@ def gradients(function: Any, tensors: list[Tensor], dtype: torch.dtype, frozen: 
         ((0, 2, 3, 3), 0, 1),
     ],
 )
-def test_equals_its_definition(shape: tuple[int, int, int, int], out_dim: int, frozen: int | None) -> None:
+def test_equals_its_definition(
+    shape: tuple[int, int, int, int], out_dim: int, frozen: int | None
+) -> None:
     torch.manual_seed(0)
     tensors = numbers(*shape, out_dim)
 
@@ -75,10 +97,16 @@ def test_rows_of_many_positions_are_rows() -> None:
     x, *others = numbers(6, 2, 3, 5, 0)
 
     def ours(x: Tensor, weight: Tensor, s: Tensor, r: Tensor, bias: Tensor) -> Tensor:
-        return scaled_product(x.view(2, 3, 3), weight, 0, KernelLines(s), KernelLines(r), bias).transpose(0, 1)
+        return scaled_product(
+            x.view(2, 3, 3), weight, 0, KernelLines(s), KernelLines(r), bias
+        ).transpose(0, 1)
 
     found = gradients(ours, [x, *others], torch.float32)
-    wanted = gradients(lambda *t: defined(*t, 0).view(2, 3, 5).transpose(0, 1), [x, *others], torch.float64)
+    wanted = gradients(
+        lambda *t: defined(*t, 0).view(2, 3, 5).transpose(0, 1),
+        [x, *others],
+        torch.float64,
+    )
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
@@ -88,8 +116,16 @@ def test_rows_of_many_positions_are_rows() -> None:
 def test_half_precision(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     tensors = numbers(8, 4, 16, 16, 0)
-    found = gradients(lambda x, w, s, r, b: scaled_product(x, w, 0, KernelLines(s), KernelLines(r), b), tensors, dtype)
-    wanted = gradients(lambda *t: defined(*t, 0), [t.to(dtype) for t in tensors], torch.float64)
+    found = gradients(
+        lambda x, w, s, r, b: scaled_product(
+            x, w, 0, KernelLines(s), KernelLines(r), b
+        ),
+        tensors,
+        dtype,
+    )
+    wanted = gradients(
+        lambda *t: defined(*t, 0), [t.to(dtype) for t in tensors], torch.float64
+    )
     for a, b in zip(found, wanted, strict=True):
         assert float((a - b).abs().max()) < 0.05 * float(b.abs().max())
 
@@ -98,24 +134,62 @@ def test_half_precision(dtype: torch.dtype) -> None:
 def test_seeded_noise_is_that_of_the_single_steps() -> None:
     torch.manual_seed(0)
     x, weight, s, r, bias = numbers(6, 2, 5, 7, 0)
-    seed, scales = torch.tensor(99, device=DEVICE), [torch.rand_like(t) + 0.1 for t in (s, r)]
+    seed, scales = (
+        torch.tensor(99, device=DEVICE),
+        [torch.rand_like(t) + 0.1 for t in (s, r)],
+    )
     hows = [How(NORMAL, salt=salt) for salt in (2, 3)]
 
-    def ours(x: Tensor, weight: Tensor, s: Tensor, a: Tensor, r: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-        return scaled_product(x, weight, 0, KernelLines(s, a, hows[0]), KernelLines(r, b, hows[1]), bias, seed)
+    def ours(
+        x: Tensor,
+        weight: Tensor,
+        s: Tensor,
+        a: Tensor,
+        r: Tensor,
+        b: Tensor,
+        bias: Tensor,
+    ) -> Tensor:
+        return scaled_product(
+            x,
+            weight,
+            0,
+            KernelLines(s, a, hows[0]),
+            KernelLines(r, b, hows[1]),
+            bias,
+            seed,
+        )
 
-    def steps(x: Tensor, weight: Tensor, s: Tensor, a: Tensor, r: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-        return scaled(scaled(x, s, a, None, seed, hows[0]) @ weight.T, r, b, bias, seed, hows[1])
+    def steps(
+        x: Tensor,
+        weight: Tensor,
+        s: Tensor,
+        a: Tensor,
+        r: Tensor,
+        b: Tensor,
+        bias: Tensor,
+    ) -> Tensor:
+        return scaled(
+            scaled(x, s, a, None, seed, hows[0]) @ weight.T, r, b, bias, seed, hows[1]
+        )
 
     tensors = [x, weight, s, scales[0], r, scales[1], bias]
-    for a, b in zip(*(gradients(f, tensors, torch.float32) for f in (ours, steps)), strict=True):
+    for a, b in zip(
+        *(gradients(f, tensors, torch.float32) for f in (ours, steps)), strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 
 @needs_triton
 def test_second_derivatives_are_refused() -> None:
     tensors = [t.requires_grad_() for t in numbers(4, 2, 3, 3, 0)]
-    y = scaled_product(tensors[0], tensors[1], 0, KernelLines(tensors[2]), KernelLines(tensors[3]), tensors[4])
+    y = scaled_product(
+        tensors[0],
+        tensors[1],
+        0,
+        KernelLines(tensors[2]),
+        KernelLines(tensors[3]),
+        tensors[4],
+    )
     with pytest.raises(NotImplementedError, match=r"kernels\.disable"):
         torch.autograd.grad(y.sum(), tensors, create_graph=True)
 
@@ -123,7 +197,9 @@ def test_second_derivatives_are_refused() -> None:
 @needs_triton
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("draws", ["example", "member"])
-def test_a_model_runs_it(monkeypatch: pytest.MonkeyPatch, draws: Any, autocast: bool) -> None:
+def test_a_model_runs_it(
+    monkeypatch: pytest.MonkeyPatch, draws: Any, autocast: bool
+) -> None:
     """A layer that is used twice, on rows with positions: outputs and gradients as without kernels."""
 
     class Twice(nn.Module):
@@ -139,7 +215,9 @@ def test_a_model_runs_it(monkeypatch: pytest.MonkeyPatch, draws: Any, autocast: 
     x = torch.randn(4, 5, 6, device=DEVICE)
     met: list[Any] = []
     product = fused.dense
-    monkeypatch.setattr("slimbayes.engine.rows.dense", lambda *a: met.append(1) or product(*a))
+    monkeypatch.setattr(
+        "slimbayes.engine.rows.dense", lambda *a: met.append(1) or product(*a)
+    )
 
     def run() -> list[Tensor]:
         net.zero_grad()
@@ -154,6 +232,10 @@ def test_a_model_runs_it(monkeypatch: pytest.MonkeyPatch, draws: Any, autocast: 
         monkeypatch.setattr(f"slimbayes.{place}.LARGE", 1)
     for a, b in zip(run(), plain, strict=True):
         torch.testing.assert_close(
-            a.float(), b.float(), **({"atol": 0.5, "rtol": 0.1} if autocast else {"atol": 1e-4, "rtol": 1e-4})
+            a.float(),
+            b.float(),
+            **(
+                {"atol": 0.5, "rtol": 0.1} if autocast else {"atol": 1e-4, "rtol": 1e-4}
+            ),
         )
     assert len(met) == 3

@@ -13,7 +13,12 @@ import slimbayes as sb
 from slimbayes import kernels
 from slimbayes.kernels.lstm import Cell, lstm, steps
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 4e-2,
+}
 
 
 class Case(NamedTuple):
@@ -58,7 +63,9 @@ class Given(NamedTuple):
             return None if t is None else t.detach().to(dtype).requires_grad_()
 
         cell = Cell(*map(leaf, self.cell))
-        return self._replace(gates=leaf(self.gates), cell=cell, h=leaf(self.h), c=leaf(self.c))
+        return self._replace(
+            gates=leaf(self.gates), cell=cell, h=leaf(self.h), c=leaf(self.c)
+        )
 
 
 def given(case: Case, dtype: torch.dtype = torch.float64) -> Given:
@@ -69,11 +76,26 @@ def given(case: Case, dtype: torch.dtype = torch.float64) -> Given:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
 
-    shapes = {"s": (case.lines, u), "r": (case.lines, 4 * u), "r_in": (case.lines, 4 * u), "bias": (case.lines, 4 * u)}
-    lines = [random(*shape) if name in case.given.split() else None for name, shape in shapes.items()]
+    shapes = {
+        "s": (case.lines, u),
+        "r": (case.lines, 4 * u),
+        "r_in": (case.lines, 4 * u),
+        "bias": (case.lines, 4 * u),
+    }
+    lines = [
+        random(*shape) if name in case.given.split() else None
+        for name, shape in shapes.items()
+    ]
     weight = (random(case.weights, 4 * u, u) / u**0.5).detach().requires_grad_()
     lengths = torch.randint(0, T + 1, (R,)) if case.lengths else None
-    return Given(random(T, R, 4 * u), Cell(weight, *lines), random(R, u), random(R, u), lengths, case.reverse)
+    return Given(
+        random(T, R, 4 * u),
+        Cell(weight, *lines),
+        random(R, u),
+        random(R, u),
+        lengths,
+        case.reverse,
+    )
 
 
 def check(case: Case, dtype: torch.dtype) -> None:
@@ -82,7 +104,9 @@ def check(case: Case, dtype: torch.dtype) -> None:
     exact = narrow.to(torch.float64)
     found, expected = lstm(*narrow), steps(*exact)
     weights = [torch.randn_like(t) for t in expected]
-    gradients = torch.autograd.grad(found, narrow.tensors, [w.to(dtype) for w in weights])
+    gradients = torch.autograd.grad(
+        found, narrow.tensors, [w.to(dtype) for w in weights]
+    )
     expected = (*expected, *torch.autograd.grad(expected, exact.tensors, weights))
     for got, wanted in zip((*found, *gradients), expected, strict=True):
         assert got.dtype == dtype and got.shape == wanted.shape
@@ -98,15 +122,26 @@ def test_the_loop_equals_torchs_cell_row_by_row(case: Case) -> None:
     """With the weight W o r s^T of each row written out."""
     one = given(case)
     (T, R, u), (weight, *lines) = case.sizes, one.cell
-    s, r, r_in, bias = (None if line is None else line.repeat_interleave(R // len(line), 0) for line in lines)
+    s, r, r_in, bias = (
+        None if line is None else line.repeat_interleave(R // len(line), 0)
+        for line in lines
+    )
     states, last = steps(*one)
     for row in range(R):
-        own = weight[row * case.weights // R] * (1 if r is None else r[row, :, None]) * (1 if s is None else s[row])
-        inputs = one.gates[:, row] * (1 if r_in is None else r_in[row]) + (0 if bias is None else bias[row])
+        own = (
+            weight[row * case.weights // R]
+            * (1 if r is None else r[row, :, None])
+            * (1 if s is None else s[row])
+        )
+        inputs = one.gates[:, row] * (1 if r_in is None else r_in[row]) + (
+            0 if bias is None else bias[row]
+        )
         state = one.h[row, None], one.c[row, None]
         for t in reversed(range(T)) if case.reverse else range(T):
             if one.lengths is None or t < one.lengths[row]:
-                state = torch.lstm_cell(inputs[t, None], state, torch.eye(4 * u).double(), own)
+                state = torch.lstm_cell(
+                    inputs[t, None], state, torch.eye(4 * u).double(), own
+                )
             torch.testing.assert_close(states[t, row], state[0][0])
         torch.testing.assert_close(last[row], state[1][0])
 
@@ -124,13 +159,31 @@ class Loop:
     """What kernels/lstm_triton.py computes, by the loop and its gradients."""
 
     @staticmethod
-    def forward(gates: Tensor, cell: Cell, h: Tensor, c: Tensor, lengths: Any, reverse: bool, keep: bool) -> Any:
+    def forward(
+        gates: Tensor,
+        cell: Cell,
+        h: Tensor,
+        c: Tensor,
+        lengths: Any,
+        reverse: bool,
+        keep: bool,
+    ) -> Any:
         T, R, u = *gates.shape[:2], h.shape[1]
         kept = [(T + 1, R, u), (T, R, 4 * u), (T, R, u)] if keep else [(0,)] * 3
-        return *steps(gates, cell, h, c, lengths, reverse), *(gates.new_empty(shape) for shape in kept)
+        return *steps(gates, cell, h, c, lengths, reverse), *(
+            gates.new_empty(shape) for shape in kept
+        )
 
     @staticmethod
-    def backward(dh: Tensor, dc: Tensor, gates: Tensor, cell: Cell, h: Tensor, c: Tensor, *rest: Any) -> Any:
+    def backward(
+        dh: Tensor,
+        dc: Tensor,
+        gates: Tensor,
+        cell: Cell,
+        h: Tensor,
+        c: Tensor,
+        *rest: Any,
+    ) -> Any:
         *_, lengths, reverse, weighs = rest
         given = {i: t for i, t in enumerate((gates, *cell, h, c)) if t is not None}
 
@@ -138,7 +191,9 @@ class Loop:
             every: list[Any] = [found.get(i) for i in range(8)]
             return steps(every[0], Cell(*every[1:6]), *every[6:], lengths, reverse)
 
-        (grads,) = torch.func.vjp(run, given)[1]((dh, dc))  # autograd itself is off inside an operation
+        (grads,) = torch.func.vjp(run, given)[1](
+            (dh, dc)
+        )  # autograd itself is off inside an operation
         kept = grads if weighs else {i: g for i, g in grads.items() if i != 1}
         return tuple(kept[i] if i in kept else gates.new_empty(0) for i in range(8))
 
@@ -163,7 +218,9 @@ def test_second_derivatives_go_through_the_loop() -> None:
     tensors = case.tensors
 
     def second(run: Any) -> tuple[Tensor, ...]:
-        first = torch.autograd.grad(sum(t.square().sum() for t in run(*case)), tensors, create_graph=True)
+        first = torch.autograd.grad(
+            sum(t.square().sum() for t in run(*case)), tensors, create_graph=True
+        )
         return torch.autograd.grad(sum(t.square().sum() for t in first), tensors)
 
     for a, b in zip(second(lstm), second(steps), strict=True):
@@ -174,7 +231,9 @@ def test_second_derivatives_go_through_the_loop() -> None:
 def test_gradients_of_what_needs_none_are_left_out() -> None:
     """A frozen weight, and a state that nothing depends on."""
     case = given(Case((3, 4, 2), 4), torch.float32)
-    frozen = case._replace(cell=case.cell._replace(weight=case.cell.weight.detach()), h=case.h.detach())
+    frozen = case._replace(
+        cell=case.cell._replace(weight=case.cell.weight.detach()), h=case.h.detach()
+    )
     leaves = [t for t in frozen.tensors if t.requires_grad]
     got = torch.autograd.grad(lstm(*frozen)[0].sum(), leaves)
     wanted = torch.autograd.grad(steps(*frozen)[0].sum(), leaves)
@@ -212,7 +271,9 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
     dot = InterpreterBuilder.create_dot
 
-    def widened(self: Any, a: Any, b: Any, *rest: Any) -> Any:  # the interpreter multiplies the bits of bfloat16
+    def widened(
+        self: Any, a: Any, b: Any, *rest: Any
+    ) -> Any:  # the interpreter multiplies the bits of bfloat16
         if a.dtype == tl.bfloat16:
             a, b = (self.cast_impl(x, tl.float32) for x in (a, b))
         return dot(self, a, b, *rest)
@@ -224,7 +285,8 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(case, torch.float32) for case in CASES] + list(itertools.product(CASES[1:3], [torch.float16, torch.bfloat16])),
+    [(case, torch.float32) for case in CASES]
+    + list(itertools.product(CASES[1:3], [torch.float16, torch.bfloat16])),
 )
 def test_kernels_equal_the_loop(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype)
@@ -233,7 +295,13 @@ def test_kernels_equal_the_loop(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("interpreter")
 def test_kernels_take_strided_inputs_and_expanded_gradients() -> None:
     case = given(Case((2, 4, 3), 2), torch.float32)
-    turned = case._replace(gates=case.gates.detach().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_())
+    turned = case._replace(
+        gates=case.gates.detach()
+        .transpose(0, 2)
+        .contiguous()
+        .transpose(0, 2)
+        .requires_grad_()
+    )
     assert not turned.gates.is_contiguous()
     for a, b in zip(
         torch.autograd.grad(lstm(*turned)[0].sum(), turned.tensors),
@@ -258,8 +326,17 @@ class Twice(nn.Module):
         first, state = self.lstm(x.transpose(0, 1))
         packed = pack_padded_sequence(self.back(first), lengths, enforce_sorted=False)
         second, (h, c) = self.lstm(packed, state)
-        padded, _ = pad_packed_sequence(second, batch_first=True, total_length=x.shape[1])
-        return torch.cat([padded.flatten(1), h.transpose(0, 1).flatten(1), c.transpose(0, 1).flatten(1)], 1)
+        padded, _ = pad_packed_sequence(
+            second, batch_first=True, total_length=x.shape[1]
+        )
+        return torch.cat(
+            [
+                padded.flatten(1),
+                h.transpose(0, 1).flatten(1),
+                c.transpose(0, 1).flatten(1),
+            ],
+            1,
+        )
 
 
 METHODS = {
@@ -278,7 +355,9 @@ def gradients_of(model: nn.Module, x: Tensor, lengths: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_layer_used_twice_is_as_the_loop_over_time(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_used_twice_is_as_the_loop_over_time(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where kernels run, all draws of every method; elsewhere, draws of single rows."""
     torch.manual_seed(0)
     model = sb.bayesianize(Twice(), METHODS[method])
@@ -300,7 +379,9 @@ def test_uneven_blocks_keep_their_lines() -> None:
     outputs = []
     for together in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(model), "_together", lambda self, x, answer=together: answer)
+            patch.setattr(
+                type(model), "_together", lambda self, x, answer=together: answer
+            )
             torch.manual_seed(3)
             outputs.append(model(x)[0])
     torch.testing.assert_close(*outputs)
@@ -314,7 +395,11 @@ class Recomputed(nn.Module):
         self.lstm, self.again = nn.LSTM(3, 4, batch_first=True), False
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.lstm, x, use_reentrant=False)[0] if self.again else self.lstm(x)[0]
+        return (
+            checkpoint(self.lstm, x, use_reentrant=False)[0]
+            if self.again
+            else self.lstm(x)[0]
+        )
 
 
 def test_half_precision_under_autocast_and_checkpointing() -> None:
@@ -336,7 +421,9 @@ def test_half_precision_under_autocast_and_checkpointing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("operation")
-def test_models_with_the_operation_compile_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_with_the_operation_compile_as_one_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As on a GPU, where the compiler meets the operation and not the loop."""
     monkeypatch.setattr(torch._dynamo.config, "allow_rnn", True)
     torch._dynamo.reset()
@@ -350,14 +437,18 @@ def test_models_with_the_operation_compile_as_one_graph(monkeypatch: pytest.Monk
         model.zero_grad()
         y, _ = sb.sample(call, x)
         y.sum().backward()
-        found.append([y, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+        found.append(
+            [y, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        )
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draws", ["example", "member"])
-def test_a_compiler_that_gives_recurrent_modules_up_compiles_nothing_inside(draws: Any) -> None:
+def test_a_compiler_that_gives_recurrent_modules_up_compiles_nothing_inside(
+    draws: Any,
+) -> None:
     """It compiled six pieces of what the layer calls, each with guards; now there is one, the head."""
     torch._dynamo.reset()
 
@@ -369,7 +460,11 @@ def test_a_compiler_that_gives_recurrent_modules_up_compiles_nothing_inside(draw
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.lstm(x)[0][:, -1])
 
-    net, x, pieces = sb.bayesianize(Net(), sb.Rank1(members=2, draws=draws)), torch.randn(4, 5, 3), []
+    net, x, pieces = (
+        sb.bayesianize(Net(), sb.Rank1(members=2, draws=draws)),
+        torch.randn(4, 5, 3),
+        [],
+    )
 
     def backend(module: Any, inputs: Any) -> Any:
         pieces.append(sum(node.op.startswith("call") for node in module.graph.nodes))

@@ -62,9 +62,13 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def told(*words: object) -> tuple[int, str]:
     """Exit code and message of a command after which all files are as before."""
-    before = {path: path.is_file() and path.stat().st_mtime_ns for path in Path().rglob("*")}
+    before = {
+        path: path.is_file() and path.stat().st_mtime_ns for path in Path().rglob("*")
+    }
     done = call(*words)
-    assert {path: path.is_file() and path.stat().st_mtime_ns for path in Path().rglob("*")} == before
+    assert {
+        path: path.is_file() and path.stat().st_mtime_ns for path in Path().rglob("*")
+    } == before
     return done.exit_code, " ".join(done.output.split())
 
 
@@ -85,7 +89,12 @@ def test_marks_and_line_ends_are_no_fault(run: Path) -> None:
     made = []
     for number, text in enumerate((GOOD, GOOD.replace("\n", "\r\n"), f"\ufeff{GOOD}")):
         Path("rows.csv").write_bytes(text.encode())
-        assert call("predict", run, "rows.csv", "-o", f"{number}.csv", "--draws", 1).exit_code == 0
+        assert (
+            call(
+                "predict", run, "rows.csv", "-o", f"{number}.csv", "--draws", 1
+            ).exit_code
+            == 0
+        )
         made.append(Path(f"{number}.csv").read_bytes())
     assert made[0] == made[1] == made[2]
 
@@ -97,17 +106,25 @@ def test_a_target_of_one_class() -> None:
     assert code == 1 and "is 'x' in all rows" in message
 
 
-@pytest.mark.parametrize("path", ["loop.csv", "pipe.csv", "folder.csv", "nothing.csv", "../../../nothing.csv"])
+@pytest.mark.parametrize(
+    "path",
+    ["loop.csv", "pipe.csv", "folder.csv", "nothing.csv", "../../../nothing.csv"],
+)
 def test_paths_that_lead_to_no_file(path: str, run: Path) -> None:
     os.symlink("loop.csv", "loop.csv")
     os.mkfifo("pipe.csv")
     Path("folder.csv").mkdir()
-    for words in (("predict", run, path, "-o", "out.csv"), ("init", path, "-o", "new.yaml")):
+    for words in (
+        ("predict", run, path, "-o", "out.csv"),
+        ("init", path, "-o", "new.yaml"),
+    ):
         code, message = told(*words)
         assert code in (1, 2, 3) and path in message
 
 
-@pytest.mark.parametrize("out", ["no/out.csv", "folder.csv", "rows.csv/out.csv", "out.exe", "a\0b.csv"])
+@pytest.mark.parametrize(
+    "out", ["no/out.csv", "folder.csv", "rows.csv/out.csv", "out.exe", "a\0b.csv"]
+)
 def test_places_that_nothing_can_be_written_to(out: str, run: Path) -> None:
     Path("folder.csv").mkdir()
     Path("rows.csv").write_text(GOOD)
@@ -133,18 +150,25 @@ def test_a_link_is_written_to_by_its_name_alone(run: Path) -> None:
     Path("kept.csv").write_text("mine")
     os.symlink("kept.csv", "out.csv")
     Path("rows.csv").write_text(GOOD)
-    assert call("predict", run, "rows.csv", "-o", "out.csv", "--draws", 1).exit_code == 0
+    assert (
+        call("predict", run, "rows.csv", "-o", "out.csv", "--draws", 1).exit_code == 0
+    )
     assert Path("kept.csv").read_text() == "mine" and not Path("out.csv").is_symlink()
 
 
-@pytest.mark.parametrize("command", ["predict", "serve", "export", "diagnose", "evaluate"])
+@pytest.mark.parametrize(
+    "command", ["predict", "serve", "export", "diagnose", "evaluate"]
+)
 def test_a_thousand_million_draws(command: str, run: Path) -> None:
     Path("rows.csv").write_text(GOOD)
     words = {"predict": ("rows.csv", "-o", "out.csv")}.get(command, ())
     code, message = told(command, run, *words, "--draws", 10**9)
     assert code in (1, 2) and "10000" in message.replace(",", "")
     net = sb.bayesianize(nn.Linear(2, 2), sb.Rank1())
-    with pytest.raises(ValueError, match=r"at most 1,000,000 draws of each member, got draws=1000000000"):
+    with pytest.raises(
+        ValueError,
+        match=r"at most 1,000,000 draws of each member, got draws=1000000000",
+    ):
         sb.predict(net, torch.zeros(1, 2), draws=10**9)
 
 
@@ -162,7 +186,9 @@ def test_names_of_runs_are_no_paths(name: str) -> None:
 def test_the_server_says_what_is_wrong(run: Path) -> None:
     pytest.importorskip("fastapi")
     pytest.importorskip("prometheus_client")
-    client = pytest.importorskip("starlette.testclient", exc_type=(ImportError, RuntimeError))
+    client = pytest.importorskip(
+        "starlette.testclient", exc_type=(ImportError, RuntimeError)
+    )
     from slimbayes.lab.finished.serve import build_app
     from slimbayes.lab.finished.serve_model import RunModel
 
@@ -170,15 +196,32 @@ def test_the_server_says_what_is_wrong(run: Path) -> None:
     with client.TestClient(build_app(RunModel(run, 1, "cpu"))) as server:
         statuses = {
             "10 MB": server.post("/predict", content=b"x" * 10_000_000).status_code,
-            "draws": server.post("/predict", json={"rows": [row], "draws": 10**9}).status_code,
-            "column": server.post("/predict", json={"rows": [{"sise": 50, "town": "a"}]}).status_code,
-            "type": server.post("/predict", json={"rows": [{"size": [50], "town": "a"}]}).status_code,
-            "missing": server.post("/predict", json={"rows": [{"size": None, "town": "a"}]}).status_code,
-            "category": server.post("/predict", json={"rows": [{"size": 50, "town": "z"}]}).status_code,
+            "draws": server.post(
+                "/predict", json={"rows": [row], "draws": 10**9}
+            ).status_code,
+            "column": server.post(
+                "/predict", json={"rows": [{"sise": 50, "town": "a"}]}
+            ).status_code,
+            "type": server.post(
+                "/predict", json={"rows": [{"size": [50], "town": "a"}]}
+            ).status_code,
+            "missing": server.post(
+                "/predict", json={"rows": [{"size": None, "town": "a"}]}
+            ).status_code,
+            "category": server.post(
+                "/predict", json={"rows": [{"size": 50, "town": "z"}]}
+            ).status_code,
             "path": server.get("/..%2f..%2fetc/passwd").status_code,
             "good": server.post("/predict", json={"rows": [row]}).status_code,
         }
-    expected = {"10 MB": 413, "draws": 422, "column": 422, "type": 422, "missing": 422, "category": 422}
+    expected = {
+        "10 MB": 413,
+        "draws": 422,
+        "column": 422,
+        "type": 422,
+        "missing": 422,
+        "category": 422,
+    }
     assert statuses == expected | {"path": 404, "good": 200}
 
 

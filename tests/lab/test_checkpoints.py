@@ -10,7 +10,13 @@ import torch
 from lab_configs import CPU, EVERY_STEP, Crash, crash_after, experiment, weights
 
 from slimbayes.files import CheckpointError
-from slimbayes.lab.runs.checkpoints import _read, latest_checkpoint, restore, save_checkpoint, state_of
+from slimbayes.lab.runs.checkpoints import (
+    _read,
+    latest_checkpoint,
+    restore,
+    save_checkpoint,
+    state_of,
+)
 from slimbayes.lab.runs.fit import fit
 from slimbayes.lab.runs.folder import RunError
 
@@ -33,13 +39,17 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    with pytest.warns(UserWarning, match="Skipping a damaged checkpoint.*step-00000006"):
+    with pytest.warns(
+        UserWarning, match="Skipping a damaged checkpoint.*step-00000006"
+    ):
         cut = fit(chosen, tmp_path / "cut", EVERY_STEP, resume=True)
     assert weights(cut) == weights(whole)
 
 
 @pytest.mark.slow
-def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_flipped_bit_and_every_cut_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         crash_after(patch, 1)
         with pytest.raises(Crash):
@@ -61,7 +71,9 @@ def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path: Path, monkeypatch:
     assert latest_checkpoint(folder.parent) is not None
 
 
-def test_checkpoints_of_another_config_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_of_another_config_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         crash_after(patch, 2)
         with pytest.raises(Crash):
@@ -72,7 +84,10 @@ def test_checkpoints_of_another_config_are_refused(tmp_path: Path, monkeypatch: 
         fit(experiment(), tmp_path / "run", EVERY_STEP)
     (tmp_path / "run" / "config.yaml").unlink()
     with (
-        pytest.warns(UserWarning, match="checkpoint of another run.*step-0000000[12] has the hash"),
+        pytest.warns(
+            UserWarning,
+            match="checkpoint of another run.*step-0000000[12] has the hash",
+        ),
         pytest.raises(CheckpointError, match="another config"),
     ):
         fit(experiment(seed=5), tmp_path / "run", EVERY_STEP, resume=True)
@@ -102,9 +117,9 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(
     monkeypatch.undo()
     folders = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
     assert folders == ["step-00000002", "step-00000003"]
-    assert weights(fit(experiment(), tmp_path / "run", EVERY_STEP, resume=True)) == weights(
-        fit(experiment(), tmp_path / "whole", CPU)
-    )
+    assert weights(
+        fit(experiment(), tmp_path / "run", EVERY_STEP, resume=True)
+    ) == weights(fit(experiment(), tmp_path / "whole", CPU))
 
 
 def hostile(folder: Path, tensors: bytes, state: bytes, **manifest: Any) -> None:
@@ -115,7 +130,9 @@ def hostile(folder: Path, tensors: bytes, state: bytes, **manifest: Any) -> None
     for name, data in files.items():
         (folder / name).write_bytes(data)
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-    (folder / "manifest.json").write_text(json.dumps({"format": 1, "sha256": hashes} | manifest))
+    (folder / "manifest.json").write_text(
+        json.dumps({"format": 1, "sha256": hashes} | manifest)
+    )
 
 
 GOOD_STATE = json.dumps({"step": 1, "curve": [], "hash": "x"}).encode()
@@ -126,7 +143,8 @@ GOOD_STATE = json.dumps({"step": 1, "curve": [], "hash": "x"}).encode()
     [
         ((2**60).to_bytes(8, "little") + b"{}", GOOD_STATE, {}),
         (
-            (50).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}'.ljust(50),
+            (50).to_bytes(8, "little")
+            + b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}'.ljust(50),
             GOOD_STATE,
             {},
         ),
@@ -155,7 +173,11 @@ GOOD_STATE = json.dumps({"step": 1, "curve": [], "hash": "x"}).encode()
     ],
 )
 def test_hostile_checkpoints_are_refused_and_nothing_runs(
-    tensors: bytes, state: bytes, manifest: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tensors: bytes,
+    state: bytes,
+    manifest: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Even with a manifest that fits: whoever can write files can write that too."""
     monkeypatch.chdir(tmp_path)
@@ -165,7 +187,9 @@ def test_hostile_checkpoints_are_refused_and_nothing_runs(
     assert not (tmp_path / "canary").exists()
 
 
-def test_what_an_optimizer_remembers_lies_in_memory_as_the_weights_do(tmp_path: Path) -> None:
+def test_what_an_optimizer_remembers_lies_in_memory_as_the_weights_do(
+    tmp_path: Path,
+) -> None:
     """Of channels-last weights it came back with channels first, and fused optimizers refuse to go on with that."""
 
     def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -176,10 +200,14 @@ def test_what_an_optimizer_remembers_lies_in_memory_as_the_weights_do(tmp_path: 
     network, optimizer = fresh()
     network(torch.randn(1, 2, 4, 4)).sum().backward()
     optimizer.step()
-    save_checkpoint(tmp_path, 1, state_of(network, optimizer, {}), {"curve": [], "hash": ""})
+    save_checkpoint(
+        tmp_path, 1, state_of(network, optimizer, {}), {"curve": [], "hash": ""}
+    )
     again, other = fresh()
     restore(_read(tmp_path / "step-00000001")[0], again, other)
     for old, new in zip(network.parameters(), again.parameters(), strict=True):
         moment = other.state[new]["momentum_buffer"]
         assert moment.stride() == new.stride() == old.stride()
-        assert torch.equal(moment, optimizer.state[old]["momentum_buffer"]) and torch.equal(old, new)
+        assert torch.equal(
+            moment, optimizer.state[old]["momentum_buffer"]
+        ) and torch.equal(old, new)

@@ -60,12 +60,24 @@ except SystemExit:
     pass
 print(time.process_time(), *(name in sys.modules for name in ("torch", "pydantic", "altair")))
 """
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     seconds, *loaded = out.splitlines()[-1].split()
     assert loaded == ["False"] * 3 and float(seconds) < 2
     assert all(
         word in out
-        for word in ("fit", "evaluate", "predict", "compare", "sweep", "reproduce", "report", "data", "config")
+        for word in (
+            "fit",
+            "evaluate",
+            "predict",
+            "compare",
+            "sweep",
+            "reproduce",
+            "report",
+            "data",
+            "config",
+        )
     )
 
 
@@ -96,15 +108,34 @@ print(seconds, "torch" in sys.modules, first.exit_code, sum("is valid" in text f
 print(wrong.exit_code, "needs a positive, finite scale" in wrong.output)
 """
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
-    (seconds, torch, first, valid, files, *helped), wrong = (line.split() for line in done.stdout.splitlines()[-2:])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=root,
+    )
+    (seconds, torch, first, valid, files, *helped), wrong = (
+        line.split() for line in done.stdout.splitlines()[-2:]
+    )
     assert torch == "False" and first == "0" and float(seconds) < 2
     assert int(files) >= 15 and int(valid) >= 11 and set(helped) == {"0"}
     assert wrong == ["2", "True"]  # it is the whole check: the method's own, too
 
 
 @pytest.mark.parametrize(
-    "command", ["fit", "evaluate", "predict", "compare", "sweep", "reproduce", "report", "data", "config"]
+    "command",
+    [
+        "fit",
+        "evaluate",
+        "predict",
+        "compare",
+        "sweep",
+        "reproduce",
+        "report",
+        "data",
+        "config",
+    ],
 )
 def test_every_command_has_help(command: str) -> None:
     result = call(command, "--help")
@@ -112,30 +143,64 @@ def test_every_command_has_help(command: str) -> None:
 
 
 @pytest.mark.slow
-def test_fit_trains_and_a_second_call_does_nothing(config: Path, tmp_path: Path) -> None:
+def test_fit_trains_and_a_second_call_does_nothing(
+    config: Path, tmp_path: Path
+) -> None:
     changes = ["--set", "train.epochs=1", "--set", "evaluate.draws=[1,2]"]
     words = ["fit", config, "--out", tmp_path / "run", "--accelerator", "cpu", *changes]
     result = call(*words)
     assert result.exit_code == 0, result.output
     found = record.read(tmp_path / "run")
-    assert [e.draws for e in found.evaluations] == [1, 2] and len(found.curve) == 1 and "accuracy" in result.output
+    assert (
+        [e.draws for e in found.evaluations] == [1, 2]
+        and len(found.curve) == 1
+        and "accuracy" in result.output
+    )
     before = (tmp_path / "run" / "record.json").read_bytes()
     assert call(*words).exit_code == 0
     assert (tmp_path / "run" / "record.json").read_bytes() == before
 
 
-def test_fit_refuses_what_is_wrong_before_anything_runs(config: Path, tmp_path: Path) -> None:
+def test_fit_refuses_what_is_wrong_before_anything_runs(
+    config: Path, tmp_path: Path
+) -> None:
     result = call("fit", config, "--out", tmp_path / "run", "--set", "train.epoch=1")
-    assert result.exit_code == 2 and "did you mean 'epochs'" in result.output and not (tmp_path / "run").exists()
+    assert (
+        result.exit_code == 2
+        and "did you mean 'epochs'" in result.output
+        and not (tmp_path / "run").exists()
+    )
     assert call("fit", tmp_path / "none.yaml").exit_code == 2
-    missing = call("fit", config, "--out", tmp_path / "run", "--set", "data.name=svhn", "--data-dir", tmp_path)
-    assert missing.exit_code == 3 and "svhn" in missing.output and "Traceback" not in missing.output
+    missing = call(
+        "fit",
+        config,
+        "--out",
+        tmp_path / "run",
+        "--set",
+        "data.name=svhn",
+        "--data-dir",
+        tmp_path,
+    )
+    assert (
+        missing.exit_code == 3
+        and "svhn" in missing.output
+        and "Traceback" not in missing.output
+    )
     assert call("fit").exit_code == 2
 
 
-def test_fit_says_when_data_and_network_do_not_fit(config: Path, tmp_path: Path) -> None:
+def test_fit_says_when_data_and_network_do_not_fit(
+    config: Path, tmp_path: Path
+) -> None:
     result = call(
-        "fit", config, "--out", tmp_path / "run", "--accelerator", "cpu", "--set", "model={kind: regression_net}"
+        "fit",
+        config,
+        "--out",
+        tmp_path / "run",
+        "--accelerator",
+        "cpu",
+        "--set",
+        "model={kind: regression_net}",
     )
     assert result.exit_code == 1 and "no network for this data" in result.output
 
@@ -147,16 +212,29 @@ def test_evaluate_again_with_more_draws(runs: list[Path], tmp_path: Path) -> Non
     copy = tmp_path / "run"
     shutil.copytree(runs[2], copy)
     before = record.read(copy)
-    result = call("evaluate", copy, "--draws", "1,3", "--accelerator", "cpu", "--set", "evaluate.corruptions=[fog]")
+    result = call(
+        "evaluate",
+        copy,
+        "--draws",
+        "1,3",
+        "--accelerator",
+        "cpu",
+        "--set",
+        "evaluate.corruptions=[fog]",
+    )
     assert result.exit_code == 0, result.output
     after = record.read(copy)
-    assert {e.draws for e in after.evaluations} == {1, 3} and {e.corruption for e in after.evaluations} == {None, "fog"}
+    assert {e.draws for e in after.evaluations} == {1, 3} and {
+        e.corruption for e in after.evaluations
+    } == {None, "fog"}
     assert (
         after.config_hash == before.config_hash
         and after.curve == before.curve
         and after.cost.train_seconds == before.cost.train_seconds
     )
-    assert after.evaluations[0].metrics == before.evaluations[0].metrics, "the first draw is the same draw"
+    assert after.evaluations[0].metrics == before.evaluations[0].metrics, (
+        "the first draw is the same draw"
+    )
     refused = call("evaluate", copy, "--set", "train.epochs=3")
     assert refused.exit_code == 1 and "Only evaluate.* can be changed" in refused.output
     assert call("evaluate", tmp_path).exit_code == 1
@@ -168,7 +246,15 @@ def test_predict_rows_of_ones_own(end: str, runs: list[Path], tmp_path: Path) ->
     x = np.random.default_rng(0).random((5, 1, 8, 8)).astype("float32")
     np.save(tmp_path / "x.npy", x)
     result = call(
-        "predict", runs[2], tmp_path / "x.npy", "-o", tmp_path / f"p.{end}", "--draws", 4, "--accelerator", "cpu"
+        "predict",
+        runs[2],
+        tmp_path / "x.npy",
+        "-o",
+        tmp_path / f"p.{end}",
+        "--draws",
+        4,
+        "--accelerator",
+        "cpu",
     )
     assert result.exit_code == 0 and "5 predictions" in result.output
     if end == "npz":
@@ -176,21 +262,38 @@ def test_predict_rows_of_ones_own(end: str, runs: list[Path], tmp_path: Path) ->
         probs = np.stack([found[f"p({c})"] for c in range(10)], 1)
     else:
         text = (tmp_path / f"p.{end}").read_text()
-        rows = json.loads(text) if end == "json" else list(csv.DictReader(text.splitlines()))
+        rows = (
+            json.loads(text)
+            if end == "json"
+            else list(csv.DictReader(text.splitlines()))
+        )
         probs = np.array([[float(row[f"p({c})"]) for c in range(10)] for row in rows])
         assert [str(row["label"]) for row in rows] == [str(c) for c in probs.argmax(1)]
     assert probs.shape == (5, 10) and np.allclose(probs.sum(1), 1, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_predict_reads_images_and_refuses_what_it_cannot_judge(runs: list[Path], tmp_path: Path) -> None:
+def test_predict_reads_images_and_refuses_what_it_cannot_judge(
+    runs: list[Path], tmp_path: Path
+) -> None:
     from PIL import Image
 
     (tmp_path / "pictures").mkdir()
     for i in range(2):
-        Image.fromarray(np.full((8, 8), 100 * i, np.uint8)).save(tmp_path / "pictures" / f"{i}.png")
+        Image.fromarray(np.full((8, 8), 100 * i, np.uint8)).save(
+            tmp_path / "pictures" / f"{i}.png"
+        )
     assert (
-        call("predict", runs[0], tmp_path / "pictures", "-o", tmp_path / "p.csv", "--accelerator", "cpu").exit_code == 0
+        call(
+            "predict",
+            runs[0],
+            tmp_path / "pictures",
+            "-o",
+            tmp_path / "p.csv",
+            "--accelerator",
+            "cpu",
+        ).exit_code
+        == 0
     )
     x = np.zeros((4, 1, 8, 8), "float32")
     x[2, 0, 0, 0] = np.nan
@@ -201,15 +304,54 @@ def test_predict_reads_images_and_refuses_what_it_cannot_judge(runs: list[Path],
     }
     for name, (array, told) in cases.items():
         np.save(tmp_path / f"{name}.npy", array)
-        result = call("predict", runs[0], tmp_path / f"{name}.npy", "-o", tmp_path / "q.csv", "--accelerator", "cpu")
-        assert result.exit_code == 1 and told in result.output.replace("\n", " "), result.output
+        result = call(
+            "predict",
+            runs[0],
+            tmp_path / f"{name}.npy",
+            "-o",
+            tmp_path / "q.csv",
+            "--accelerator",
+            "cpu",
+        )
+        assert result.exit_code == 1 and told in result.output.replace("\n", " "), (
+            result.output
+        )
     np.save(tmp_path / "evil.npy", np.array([object()]), allow_pickle=True)
     assert (
-        call("predict", runs[0], tmp_path / "evil.npy", "-o", tmp_path / "q.csv", "--accelerator", "cpu").exit_code == 1
+        call(
+            "predict",
+            runs[0],
+            tmp_path / "evil.npy",
+            "-o",
+            tmp_path / "q.csv",
+            "--accelerator",
+            "cpu",
+        ).exit_code
+        == 1
     )
-    assert call("predict", runs[0], tmp_path / "x.npy", "-o", tmp_path / "q.txt", "--accelerator", "cpu").exit_code == 1
     assert (
-        call("predict", runs[0], tmp_path / "none.npy", "-o", tmp_path / "q.csv", "--accelerator", "cpu").exit_code == 3
+        call(
+            "predict",
+            runs[0],
+            tmp_path / "x.npy",
+            "-o",
+            tmp_path / "q.txt",
+            "--accelerator",
+            "cpu",
+        ).exit_code
+        == 1
+    )
+    assert (
+        call(
+            "predict",
+            runs[0],
+            tmp_path / "none.npy",
+            "-o",
+            tmp_path / "q.csv",
+            "--accelerator",
+            "cpu",
+        ).exit_code
+        == 3
     )
 
 
@@ -217,21 +359,42 @@ def test_predict_reads_images_and_refuses_what_it_cannot_judge(runs: list[Path],
 def test_compare_and_report(runs: list[Path], tmp_path: Path) -> None:
     table = call("compare", *runs, "--baseline", "plain", "--json")
     assert table.exit_code == 0, table.output
-    assert {row["name"] for row in json.loads(table.output)["rows"]} == {"plain", "rank1"}
+    assert {row["name"] for row in json.loads(table.output)["rows"]} == {
+        "plain",
+        "rank1",
+    }
     assert "rank1" in call("compare", runs[0].parent).output
     severe = json.loads(
-        call("compare", *runs, "--on", "corrupted", "--severity", 5, "--metric", "nll", "--draws", 1, "--json").output
+        call(
+            "compare",
+            *runs,
+            "--on",
+            "corrupted",
+            "--severity",
+            5,
+            "--metric",
+            "nll",
+            "--draws",
+            1,
+            "--json",
+        ).output
     )
     assert len(severe["rows"]) == 2
     assert call("compare", *runs, "--on", "nowhere").exit_code == 1
-    page = call("report", runs[0].parent, "-o", tmp_path / "page.html", "--title", "Mine")
+    page = call(
+        "report", runs[0].parent, "-o", tmp_path / "page.html", "--title", "Mine"
+    )
     assert page.exit_code == 0 and "Mine" in (tmp_path / "page.html").read_text()
     assert (tmp_path / "page.html").stat().st_size < 2_000_000
-    assert call("report", tmp_path / "nothing", "-o", tmp_path / "x.html").exit_code == 3
+    assert (
+        call("report", tmp_path / "nothing", "-o", tmp_path / "x.html").exit_code == 3
+    )
 
 
 @pytest.mark.slow
-def test_a_damaged_record_is_left_out_of_the_report_and_told(runs: list[Path], tmp_path: Path) -> None:
+def test_a_damaged_record_is_left_out_of_the_report_and_told(
+    runs: list[Path], tmp_path: Path
+) -> None:
     import shutil
 
     for source in runs[:2]:
@@ -248,7 +411,9 @@ def test_config_commands(config: Path, tmp_path: Path) -> None:
     shown = call("config", "show", config, "--set", "seed=7")
     assert yaml.safe_load(shown.output)["seed"] == 7
     (tmp_path / "again.yaml").write_text(shown.output)
-    assert yaml.safe_load(call("config", "show", tmp_path / "again.yaml").output) == yaml.safe_load(shown.output)
+    assert yaml.safe_load(
+        call("config", "show", tmp_path / "again.yaml").output
+    ) == yaml.safe_load(shown.output)
     assert call("config", "schema", "-o", tmp_path / "schema.json").exit_code == 0
     assert json.loads((tmp_path / "schema.json").read_text())["title"] == "Experiment"
     assert call("config", "check", config, "--set", "foo=1").exit_code == 2
@@ -259,24 +424,50 @@ def test_regression_runs_through_the_lab(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(80, 3))
     (tmp_path / "uci").mkdir()
-    np.savez(tmp_path / "uci" / "yacht.npz", X=x, y=100 + 30 * x[:, 0] + rng.normal(size=80))
+    np.savez(
+        tmp_path / "uci" / "yacht.npz", X=x, y=100 + 30 * x[:, 0] + rng.normal(size=80)
+    )
     tree = merged(BASE, {
         "data": {"name": "uci/yacht", "train_limit": None, "test_limit": None},
         "model": {"kind": "regression_net", "hidden": 20}, "method": {"kind": "ModelPatch", "components": 3},
         "train": {"epochs": 60, "batch": 24, "noise": 0.1}, "evaluate": {"draws": [1, 50]},
     })  # fmt: skip
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(tree))
-    result = call("fit", tmp_path / "r.yaml", "--out", tmp_path / "run", "--data-dir", tmp_path, "--accelerator", "cpu")
+    result = call(
+        "fit",
+        tmp_path / "r.yaml",
+        "--out",
+        tmp_path / "run",
+        "--data-dir",
+        tmp_path,
+        "--accelerator",
+        "cpu",
+    )
     assert result.exit_code == 0, result.output
     row = record.read(tmp_path / "run").evaluations[-1]
-    assert row.metrics["rmse"] < 15 and set(row.metrics) == {"rmse", "lpd", "crps", "coverage95"}
+    assert row.metrics["rmse"] < 15 and set(row.metrics) == {
+        "rmse",
+        "lpd",
+        "crps",
+        "coverage95",
+    }
     (tmp_path / "new.csv").write_text("a,b,c\n0,0,0\n2,0,0\n")
     (tmp_path / "uci" / "yacht.npz").unlink()  # the training data are not needed
-    done = call("predict", tmp_path / "run", tmp_path / "new.csv", "-o", tmp_path / "p.csv", "--accelerator", "cpu")
+    done = call(
+        "predict",
+        tmp_path / "run",
+        tmp_path / "new.csv",
+        "-o",
+        tmp_path / "p.csv",
+        "--accelerator",
+        "cpu",
+    )
     assert done.exit_code == 0, done.output
     rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
     low, high = (float(row["mean"]) for row in rows)
-    assert 80 < low < 120 and 120 < high < 200, "predictions are in the target's own units"
+    assert 80 < low < 120 and 120 < high < 200, (
+        "predictions are in the target's own units"
+    )
     assert float(rows[0]["std"]) > 0
 
 
@@ -291,16 +482,26 @@ def test_image_folders_stream_through_worker_processes(tmp_path: Path) -> None:
             folder.mkdir(parents=True)
             for i in range(count):
                 shape = (int(rng.integers(30, 60)), int(rng.integers(30, 60)), 3)
-                Image.fromarray(rng.integers(0 + 128 * label, 128 + 128 * label, shape, dtype=np.uint8)).save(
-                    folder / f"{i}.JPEG"
-                )
+                Image.fromarray(
+                    rng.integers(
+                        0 + 128 * label, 128 + 128 * label, shape, dtype=np.uint8
+                    )
+                ).save(folder / f"{i}.JPEG")
     tree = merged(BASE, {
         "data": {"name": "imagenet", "image_size": 28, "train_limit": None, "test_limit": None},
         "model": {"kind": "small_cnn", "width": 4}, "augment": {"kind": "resized_crop", "size": 28},
         "train": {"epochs": 2, "batch": 4}, "evaluate": {"batch": 4},
     })  # fmt: skip
     (tmp_path / "f.yaml").write_text(yaml.safe_dump(tree))
-    words = ("fit", tmp_path / "f.yaml", "--data-dir", tmp_path, "--accelerator", "cpu", "--workers")
+    words = (
+        "fit",
+        tmp_path / "f.yaml",
+        "--data-dir",
+        tmp_path,
+        "--accelerator",
+        "cpu",
+        "--workers",
+    )
     for workers in (0, 2):
         result = call(*words, workers, "--out", tmp_path / f"run{workers}")
         assert result.exit_code == 0, result.output
@@ -308,5 +509,13 @@ def test_image_folders_stream_through_worker_processes(tmp_path: Path) -> None:
     assert alone.digest == helped.digest, "who decodes the images changes nothing"
     assert alone.evaluations[0].rows == 4 and len(alone.curve) == 2
     np.save(tmp_path / "x.npy", np.zeros((1, 3, 28, 28), np.uint8))
-    refused = call("predict", tmp_path / "run0", tmp_path / "x.npy", "-o", tmp_path / "p.csv", "--accelerator", "cpu")
+    refused = call(
+        "predict",
+        tmp_path / "run0",
+        tmp_path / "x.npy",
+        "-o",
+        tmp_path / "p.csv",
+        "--accelerator",
+        "cpu",
+    )
     assert refused.exit_code == 1 and "image folders" in refused.output

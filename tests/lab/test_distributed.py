@@ -39,18 +39,35 @@ TREE: dict[str, Any] = merged(BASE, {
 TREE["model"] = {"kind": "mlp", "hidden": [16]}
 # Members without noise: processes draw noise of their own, which one process cannot. Crops are left out, since noise
 # moves their generator.
-SILENT: dict[str, Any] = merged(TREE, {"augment": None}) | {"method": {"kind": "BatchEnsemble", "members": 2}}
+SILENT: dict[str, Any] = merged(TREE, {"augment": None}) | {
+    "method": {"kind": "BatchEnsemble", "members": 2}
+}
 
 
 def words(file: Path, out: Path, *more: object) -> list[str]:
-    given = ["fit", file, "--accelerator", "cpu", "--devices", 2, "--out", out, "--resume", *more]
+    given = [
+        "fit",
+        file,
+        "--accelerator",
+        "cpu",
+        "--devices",
+        2,
+        "--out",
+        out,
+        "--resume",
+        *more,
+    ]
     return [str(word) for word in given]
 
 
 def one_of_two(rank: int, port: int, given: list[str]) -> None:
     """The command in one of two processes that something else has started, as Fabric calls it."""
     warnings.simplefilter("default")
-    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     app(given)
 
 
@@ -58,7 +75,9 @@ def together(file: Path, out: Path, *more: object) -> tuple[bool, str]:
     """Whether both processes ended well, and what they said."""
     logs, port = [Path(f"{out}-{rank}.log") for rank in (0, 1)], forks.free_port()
     given = words(file, out, *more)
-    started = [forks.start(one_of_two, rank, port, given, log=logs[rank]) for rank in (0, 1)]
+    started = [
+        forks.start(one_of_two, rank, port, given, log=logs[rank]) for rank in (0, 1)
+    ]
     codes = forks.exit_codes(started, 100)
     return codes == [0, 0], "".join(log.read_text() for log in logs)
 
@@ -73,7 +92,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def learned(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "model" / "base.safetensors") | load_file(run / "model" / "posterior.safetensors")
+    return load_file(run / "model" / "base.safetensors") | load_file(
+        run / "model" / "posterior.safetensors"
+    )
 
 
 def check_like(one: Path, run: Path) -> None:
@@ -85,7 +106,9 @@ def check_like(one: Path, run: Path) -> None:
         assert {k: v for k, v in a.items() if "valid" not in k} == pytest.approx(
             {k: v for k, v in b.items() if "valid" not in k}, rel=1e-5
         )
-    assert two.evaluations[0].metrics["nll"] == pytest.approx(first.evaluations[0].metrics["nll"], rel=1e-4)
+    assert two.evaluations[0].metrics["nll"] == pytest.approx(
+        first.evaluations[0].metrics["nll"], rel=1e-4
+    )
 
 
 def test_two_processes_learn_what_one_does(place: Path) -> None:
@@ -103,13 +126,17 @@ def typed(given: list[str]) -> None:
     app(given)
 
 
-def test_two_processes_take_turns_between_shared_and_patched_parameters_as_one_does(place: Path) -> None:
+def test_two_processes_take_turns_between_shared_and_patched_parameters_as_one_does(
+    place: Path,
+) -> None:
     """Coordinate descent (EMP paper, C.2) with components that are members, so that no pick is drawn."""
     method = {"kind": "Mixture", "components": 2, "assignment": "model"}
     tree = merged(SILENT, {"train": {"alternate": 2}}) | {"method": method}
     (place / "turns.yaml").write_text(yaml.safe_dump(tree))
     fit(validate(tree), place / "turns-one", CPU)
-    well, said = together(place / "turns.yaml", place / "turns-two", "--strategy", "ddp")
+    well, said = together(
+        place / "turns.yaml", place / "turns-two", "--strategy", "ddp"
+    )
     assert well, said[-2000:]
     check_like(place / "turns-one", place / "turns-two")
 
@@ -134,7 +161,9 @@ def shards(place: Path) -> Path:
     return place / "shards"
 
 
-def test_two_processes_draw_and_learn_the_same_in_any_strategy(noisy: Path, shards: Path) -> None:
+def test_two_processes_draw_and_learn_the_same_in_any_strategy(
+    noisy: Path, shards: Path
+) -> None:
     check_like(noisy, shards)
 
 
@@ -153,7 +182,10 @@ def test_a_sharded_run_resumes_from_its_checkpoint(place: Path, shards: Path) ->
         assert torch.equal(learned(run)[name], value), name
 
 
-DEATHS = {"0": ("1", signal.SIGKILL), "1": ("0", signal.SIGSTOP)}  # by start: a rank, and what it sends itself
+DEATHS = {
+    "0": ("1", signal.SIGKILL),
+    "1": ("0", signal.SIGSTOP),
+}  # by start: a rank, and what it sends itself
 
 
 def mortal(given: list[str]) -> None:
@@ -179,7 +211,9 @@ def torchrun(given: list[str]) -> None:
 
     # It looks seldom enough for the other rank to speak before it is told to go, also where cores are busy.
     place = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "two"}
-    config = LaunchConfig(1, 1, 2, max_restarts=2, monitor_interval=1.0, start_method="fork", **place)
+    config = LaunchConfig(
+        1, 1, 2, max_restarts=2, monitor_interval=1.0, start_method="fork", **place
+    )
     elastic_launch(config, mortal)(given)
 
 
@@ -189,19 +223,35 @@ def test_ranks_that_are_lost_or_stopped_are_named_and_the_job_ends_in_the_same_b
     """The others leave, torchrun starts all of them again, and they go on: long before any timeout of torch's."""
     monkeypatch.setitem(watchers.SILENCE, "stopped", 1.0)  # seconds; five are a user's
     out, log, start = place / "torchrun", place / "torchrun.log", time.monotonic()
-    options = ["--accelerator", "cpu", "--checkpoint-every", "2", "--no-evaluate", "--out", str(out)]
-    codes = forks.exit_codes([forks.start(torchrun, ["fit", str(place / "c.yaml"), *options], log=log)], 100)
+    options = [
+        "--accelerator",
+        "cpu",
+        "--checkpoint-every",
+        "2",
+        "--no-evaluate",
+        "--out",
+        str(out),
+    ]
+    codes = forks.exit_codes(
+        [forks.start(torchrun, ["fit", str(place / "c.yaml"), *options], log=log)], 100
+    )
     said = log.read_text()
     assert codes == [0], said[-3000:]
     assert time.monotonic() - start < 60
     for rank, how in (("1", "is gone"), ("0", "is stopped and was killed")):
-        assert re.search(rf"Rank {rank} \(process \d+ on \S+\) {how}", said), said[-3000:]
-    assert said.count("Resuming after step") >= 2, "each start goes on from a checkpoint"
+        assert re.search(rf"Rank {rank} \(process \d+ on \S+\) {how}", said), said[
+            -3000:
+        ]
+    assert said.count("Resuming after step") >= 2, (
+        "each start goes on from a checkpoint"
+    )
     for name, value in learned(noisy).items():
         assert torch.equal(learned(out)[name], value), name
     assert (out / "metrics.csv").read_bytes() == (noisy / "metrics.csv").read_bytes()
 
 
 def test_a_batch_that_cannot_be_shared_out_is_refused(place: Path) -> None:
-    well, said = together(place / "c.yaml", place / "odd", "--strategy", "ddp", "--set", "train.batch=25")
+    well, said = together(
+        place / "c.yaml", place / "odd", "--strategy", "ddp", "--set", "train.batch=25"
+    )
     assert not well and "cannot be shared out among 2 processes" in said

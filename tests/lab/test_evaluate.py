@@ -10,7 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lab_configs import BASE, CPU, METHODS, MINE, ONCE, X, dense, experiment, mine, regression
+from lab_configs import (
+    BASE,
+    CPU,
+    METHODS,
+    MINE,
+    ONCE,
+    X,
+    dense,
+    experiment,
+    mine,
+    regression,
+)
 from torch import nn
 
 import slimbayes as sb
@@ -45,18 +56,31 @@ def test_scores_are_those_of_predict(tmp_path: Path) -> None:
     probs = sb.predict(network, task.scaling(task.test.x)).probs
     row = record.read(run).evaluations[0]
     assert likelihood == "categorical"
-    assert row.metrics["accuracy"] == pytest.approx(float((probs.argmax(1) == task.test.y).double().mean()))
-    assert row.metrics["nll"] == pytest.approx(float(-probs.gather(1, task.test.y[:, None]).log().mean()), abs=1e-6)
+    assert row.metrics["accuracy"] == pytest.approx(
+        float((probs.argmax(1) == task.test.y).double().mean())
+    )
+    assert row.metrics["nll"] == pytest.approx(
+        float(-probs.gather(1, task.test.y[:, None]).log().mean()), abs=1e-6
+    )
     assert row.reliability is not None and sum(row.reliability.count) == 100
-    assert row.risk_coverage is not None and row.risk_coverage.risk[-1] == pytest.approx(1 - row.metrics["accuracy"])
-    assert row.risk_coverage.coverage[0] == pytest.approx(1 / 100) and row.risk_coverage.coverage[-1] == 1
+    assert row.risk_coverage is not None and row.risk_coverage.risk[
+        -1
+    ] == pytest.approx(1 - row.metrics["accuracy"])
+    assert (
+        row.risk_coverage.coverage[0] == pytest.approx(1 / 100)
+        and row.risk_coverage.coverage[-1] == 1
+    )
 
 
 @pytest.mark.slow
-def test_curves_score_likelihood_and_errors_alone_by_the_draws_of_all_scores(run: Path) -> None:
+def test_curves_score_likelihood_and_errors_alone_by_the_draws_of_all_scores(
+    run: Path,
+) -> None:
     predictor = Predictor(*load_run(run, CPU))
     (full,) = predictor.score(predictor.task.test, [1], "rows", "validation")
-    (brief,) = predictor.score(predictor.task.test, [1], "rows", "validation", brief=True)
+    (brief,) = predictor.score(
+        predictor.task.test, [1], "rows", "validation", brief=True
+    )
     assert brief.metrics == {name: full.metrics[name] for name in ("accuracy", "nll")}
 
 
@@ -68,31 +92,54 @@ def test_validation_rows_and_noise_in_the_targets_own_units(tmp_path: Path) -> N
     x = rng.normal(size=(60, 2))
     (tmp_path / "uci").mkdir()
     np.savez(tmp_path / "uci" / "yacht.npz", X=x, y=500 + 40 * x[:, 0])
-    data = {"name": "uci/yacht", "train_limit": None, "test_limit": None, "validation": 0.2}
-    chosen = experiment(data=data, method=METHODS["plain"], train={"batch": 10}, evaluate={"noise": 7.0})
-    chosen = chosen.model_copy(update={"model": experiment(model={"kind": "regression_net", "hidden": 4}).model})
+    data = {
+        "name": "uci/yacht",
+        "train_limit": None,
+        "test_limit": None,
+        "validation": 0.2,
+    }
+    chosen = experiment(
+        data=data, method=METHODS["plain"], train={"batch": 10}, evaluate={"noise": 7.0}
+    )
+    chosen = chosen.model_copy(
+        update={
+            "model": experiment(model={"kind": "regression_net", "hidden": 4}).model
+        }
+    )
     where = Execution(accelerator="cpu", workers=0, data_dir=tmp_path)
     run = fit(chosen, tmp_path / "run", where)
     _, network, task, _ = load_run(run, where)
-    assert isinstance(task.validation, Split) and task.y_mean is not None and task.y_std is not None
+    assert (
+        isinstance(task.validation, Split)
+        and task.y_mean is not None
+        and task.y_std is not None
+    )
     test, validation = record.read(run).evaluations
     assert (test.role, validation.role, validation.rows) == ("test", "validation", 11)
     network.eval()
     with torch.no_grad():
         mean = task.y_mean + task.y_std * network(task.scaling(task.validation.x))
     error = (mean - (task.y_mean + task.y_std * task.validation.y)).double()
-    assert validation.metrics["rmse"] == pytest.approx(float(error.square().mean().sqrt()), rel=1e-5)
+    assert validation.metrics["rmse"] == pytest.approx(
+        float(error.square().mean().sqrt()), rel=1e-5
+    )
     density = -0.5 * (error / 7.0) ** 2 - math.log(7.0) - 0.5 * math.log(2 * math.pi)
     assert validation.metrics["lpd"] == pytest.approx(float(density.mean()), rel=1e-5)
 
 
-def test_published_corruptions_are_used_where_they_are_and_damaged_ones_are_told(tmp_path: Path) -> None:
+def test_published_corruptions_are_used_where_they_are_and_damaged_ones_are_told(
+    tmp_path: Path,
+) -> None:
 
     from slimbayes.lab.runs.evaluate import _published
 
     folder = tmp_path / "CIFAR-10-C"
     folder.mkdir()
-    images = np.arange(10 * 32 * 32 * 3, dtype=np.uint32).astype(np.uint8).reshape(10, 32, 32, 3)
+    images = (
+        np.arange(10 * 32 * 32 * 3, dtype=np.uint32)
+        .astype(np.uint8)
+        .reshape(10, 32, 32, 3)
+    )
     np.save(folder / "labels.npy", np.arange(10) % 10)
     np.save(folder / "fog.npy", images)
     where = Execution(accelerator="cpu", data_dir=tmp_path)
@@ -102,7 +149,10 @@ def test_published_corruptions_are_used_where_they_are_and_damaged_ones_are_told
         and torch.equal(found.x, torch.from_numpy(images[2:4]).permute(0, 3, 1, 2))
         and found.y.tolist() == [2, 3]
     )
-    assert _published("cifar10", "snow", 2, where, 224) is None and _published("digits", "fog", 2, where, 224) is None
+    assert (
+        _published("cifar10", "snow", 2, where, 224) is None
+        and _published("digits", "fog", 2, where, 224) is None
+    )
     (folder / "fog.npy").write_bytes((folder / "fog.npy").read_bytes()[:5000])
     with pytest.raises(ValueError, match="fog.npy"):
         _published("cifar10", "fog", 2, where, 224)
@@ -111,11 +161,19 @@ def test_published_corruptions_are_used_where_they_are_and_damaged_ones_are_told
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "method"),
-    [("imdb_lstm", "plain"), ("imdb_lstm", "rank1"), ("mortality_lstm", "mean-field"), ("mortality_lstm", "ensemble")],
+    [
+        ("imdb_lstm", "plain"),
+        ("imdb_lstm", "rank1"),
+        ("mortality_lstm", "mean-field"),
+        ("mortality_lstm", "ensemble"),
+    ],
 )
 def test_two_classes_from_words(network: str, method: str, tmp_path: Path) -> None:
     words = torch.randint(
-        0, 30, (60, 6) if network == "imdb_lstm" else (60, 5, 3), generator=torch.Generator().manual_seed(1)
+        0,
+        30,
+        (60, 6) if network == "imdb_lstm" else (60, 5, 3),
+        generator=torch.Generator().manual_seed(1),
     )
     data = mine(words, (words.flatten(1)[:, 0] > 15).long(), "no", "yes")
     chosen = experiment(
@@ -129,25 +187,44 @@ def test_two_classes_from_words(network: str, method: str, tmp_path: Path) -> No
     found = record.read(folder).evaluations[0].metrics
     assert likelihood == "bernoulli" and {"auroc", "aucpr"} <= set(found)
     if method == "plain":
-        p, y = sb.predict(net, task.test.x, likelihood="bernoulli").probs.double(), data.test.y  # type: ignore[union-attr]
-        above = (p[y == 1][:, None] > p[y == 0]).double() + 0.5 * (p[y == 1][:, None] == p[y == 0])
-        assert found["auroc"] == pytest.approx(float(above.mean())) and found["brier"] == pytest.approx(
-            float(2 * (p - y).square().mean()), rel=1e-5
+        p, y = (
+            sb.predict(net, task.test.x, likelihood="bernoulli").probs.double(),
+            data.test.y,
+        )  # type: ignore[union-attr]
+        above = (p[y == 1][:, None] > p[y == 0]).double() + 0.5 * (
+            p[y == 1][:, None] == p[y == 0]
         )
-        assert found["nll"] == pytest.approx(float(-torch.where(y == 1, p, 1 - p).log().mean()), rel=1e-5)
+        assert found["auroc"] == pytest.approx(float(above.mean())) and found[
+            "brier"
+        ] == pytest.approx(float(2 * (p - y).square().mean()), rel=1e-5)
+        assert found["nll"] == pytest.approx(
+            float(-torch.where(y == 1, p, 1 - p).log().mean()), rel=1e-5
+        )
         case = Case(folder, execution=CPU)
         case.__dict__["loaded"] = load_run(folder, CPU, dataset=data)
         errors = cases.scores(case, net)
-        assert errors["brier_sem"] == pytest.approx(float((2 * (p - y).square()).std()) / math.sqrt(len(y)), rel=1e-5)
+        assert errors["brier_sem"] == pytest.approx(
+            float((2 * (p - y).square()).std()) / math.sqrt(len(y)), rel=1e-5
+        )
 
 
 @pytest.mark.slow
-def test_how_rows_are_batched_changes_no_score_of_a_plain_network(tmp_path: Path) -> None:
-    asked = {"corruptions": ["gaussian_noise", "fog"], "severities": [3], "ood": ["inverted", "shuffled"]}
+def test_how_rows_are_batched_changes_no_score_of_a_plain_network(
+    tmp_path: Path,
+) -> None:
+    asked = {
+        "corruptions": ["gaussian_noise", "fog"],
+        "severities": [3],
+        "ood": ["inverted", "shuffled"],
+    }
     runs = [
         record.read(
             fit(
-                experiment(method=METHODS["plain"], train=ONCE, evaluate={**asked, "batch": size}),
+                experiment(
+                    method=METHODS["plain"],
+                    train=ONCE,
+                    evaluate={**asked, "batch": size},
+                ),
                 tmp_path / str(size),
                 CPU,
             )
@@ -162,33 +239,50 @@ def test_how_rows_are_batched_changes_no_score_of_a_plain_network(tmp_path: Path
 def test_numbers_of_draws_are_prefixes_of_one_another(run: Path) -> None:
     _, net, task, _ = load_run(run, CPU)
     found = predict_prefixes(net, task.scaling(task.test.x[:5]), [1, 3, 4])  # type: ignore[union-attr]
-    assert torch.equal(found[4].samples[: found[1].count], found[1].samples) and torch.equal(
-        found[4].samples[: found[3].count], found[3].samples
-    )
+    assert torch.equal(
+        found[4].samples[: found[1].count], found[1].samples
+    ) and torch.equal(found[4].samples[: found[3].count], found[3].samples)
 
 
 def test_validation_counts_every_target_as_the_test_does(tmp_path: Path) -> None:
     """Of real targets in their own units, with no draws to differ by, both judge the same rows alike."""
     data = mine(X, torch.stack([X[:, 0], X[:, 1] - 5], 1))
-    chosen = experiment(**merged(MINE, {"data": {"validation": 0.25}}), train=ONCE, method=METHODS["plain"])
-    found = record.read(fit(chosen, tmp_path / "run", CPU, network=dense(2), dataset=data))
+    chosen = experiment(
+        **merged(MINE, {"data": {"validation": 0.25}}),
+        train=ONCE,
+        method=METHODS["plain"],
+    )
+    found = record.read(
+        fit(chosen, tmp_path / "run", CPU, network=dense(2), dataset=data)
+    )
     judged = next(e for e in found.evaluations if e.role == "validation")
-    assert found.curve[-1]["validation_rmse"] == pytest.approx(judged.metrics["rmse"], rel=1e-5)
+    assert found.curve[-1]["validation_rmse"] == pytest.approx(
+        judged.metrics["rmse"], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("asked", ["ood", "shift"])
-def test_sets_that_do_not_fit_are_told(asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sets_that_do_not_fit_are_told(
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         other_sets,
         "load",
         lambda *_: SimpleNamespace(
-            splits={"test": Split(torch.zeros(4, 3, 16, 16, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64))}
+            splits={
+                "test": Split(
+                    torch.zeros(4, 3, 16, 16, dtype=torch.uint8),
+                    torch.zeros(4, dtype=torch.int64),
+                )
+            }
         ),
     )
     real = {"network": dense(2), "dataset": mine(X, X[:, :2])} if asked == "ood" else {}
     with pytest.raises(ValueError, match="inverted"):
         fit(
-            experiment(**MINE if real else {}, train=ONCE, evaluate={asked: ["inverted"]}),
+            experiment(
+                **MINE if real else {}, train=ONCE, evaluate={asked: ["inverted"]}
+            ),
             tmp_path / "run",
             CPU,
             **real,
@@ -200,7 +294,12 @@ def test_examples_show_the_predictions_that_were_judged(tmp_path: Path) -> None:
     chosen = experiment(train=ONCE, evaluate={"draws": [1, 4]})
     folder = fit(chosen, tmp_path / "run", CPU)
     loaded = load_run(folder, CPU)
-    found = torch.cat([p[4].entropy for p, _ in loaded.predictions(loaded.task.test, "digits test {}", [1, 4])])
+    found = torch.cat(
+        [
+            p[4].entropy
+            for p, _ in loaded.predictions(loaded.task.test, "digits test {}", [1, 4])
+        ]
+    )
     assert [float(found[e.index]) for e in record.read(folder).examples] == [
         e.entropy for e in record.read(folder).examples
     ]
@@ -208,7 +307,11 @@ def test_examples_show_the_predictions_that_were_judged(tmp_path: Path) -> None:
 
 def test_classes_need_no_names(tmp_path: Path) -> None:
     folder = fit(
-        experiment(**MINE, train=ONCE), tmp_path / "run", CPU, network=dense(3), dataset=mine(X, torch.arange(60) % 3)
+        experiment(**MINE, train=ONCE),
+        tmp_path / "run",
+        CPU,
+        network=dense(3),
+        dataset=mine(X, torch.arange(60) % 3),
     )
     assert {e.label for e in record.read(folder).examples} <= {"0", "1", "2"}
 
@@ -216,7 +319,9 @@ def test_classes_need_no_names(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_corruption_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     told: list[str] = []
-    watcher = SimpleNamespace(begin=lambda *_: None, move=lambda *_: None, say=told.append)
+    watcher = SimpleNamespace(
+        begin=lambda *_: None, move=lambda *_: None, say=told.append
+    )
     fit(
         experiment(train=ONCE, evaluate={"corruptions": ["frost"], "severities": [5]}),
         tmp_path / "run",
@@ -226,9 +331,13 @@ def test_a_corruption_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     assert any("frost is left out" in message for message in told)
 
 
-def test_records_keep_numbers_that_json_does_not_have(run: Path, tmp_path: Path) -> None:
+def test_records_keep_numbers_that_json_does_not_have(
+    run: Path, tmp_path: Path
+) -> None:
     found = record.read(run)
-    odd = found.evaluations[0].model_copy(update={"metrics": {"nll": math.inf, "mce": math.nan, "lpd": -math.inf}})
+    odd = found.evaluations[0].model_copy(
+        update={"metrics": {"nll": math.inf, "mce": math.nan, "lpd": -math.inf}}
+    )
     changed = found.model_copy(update={"evaluations": [odd]})
     (tmp_path / "record.json").write_text(changed.model_dump_json())
     json.loads((tmp_path / "record.json").read_text(), parse_constant=pytest.fail)
@@ -261,25 +370,46 @@ def test_a_perfect_regression_has_the_likelihood_of_its_noise(
     z = torch.randn(30, 1)
     standard, own = Split(z, z), Split(z, z * std + mean)
     task = Task("mine", standard, own, standard, Scaling(), y_mean=mean, y_std=std)
-    network = sb.bayesianize(Exact(), sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0)))
-    loaded = Predictor(validate(regression(train={"noise": noise})), network, task, "gaussian")
+    network = sb.bayesianize(
+        Exact(), sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0))
+    )
+    loaded = Predictor(
+        validate(regression(train={"noise": noise})), network, task, "gaussian"
+    )
     monkeypatch.setattr(cases, "load_run", lambda *_: loaded)
     numbers, _ = diagnose("elbo", Case(tmp_path, draws=2, options={"rows": rows}))
-    log_density = -float(torch.distributions.Normal(mean, noise * std).log_prob(mean))  # in the targets' own units
+    log_density = -float(
+        torch.distributions.Normal(mean, noise * std).log_prob(mean)
+    )  # in the targets' own units
     assert numbers["draw_nll"] == pytest.approx(log_density, abs=1e-4)
-    assert numbers["rmse"] < 1e-3 and -numbers["lpd"] == pytest.approx(log_density, abs=1e-4)
+    assert numbers["rmse"] < 1e-3 and -numbers["lpd"] == pytest.approx(
+        log_density, abs=1e-4
+    )
     assert numbers["neg_elbo"] == pytest.approx(numbers["draw_nll"] + numbers["kl"])
 
 
 @pytest.mark.parametrize("ema", [None, 0.6])
-def test_early_stopping_judges_the_best_epoch_with_its_norms(ema: float | None, tmp_path: Path) -> None:
+def test_early_stopping_judges_the_best_epoch_with_its_norms(
+    ema: float | None, tmp_path: Path
+) -> None:
     """With no draws to differ by, the final score of the validation rows is the lowest of the curve."""
-    train = {"epochs": 9, "early_stop": {"patience": 2}, "optimizer": {"kind": "SGD", "lr": 0.8}, "ema": ema}
+    train = {
+        "epochs": 9,
+        "early_stop": {"patience": 2},
+        "optimizer": {"kind": "SGD", "lr": 0.8},
+        "ema": ema,
+    }
     found = record.read(
-        fit(experiment(train=train, data={"validation": 0.3}, method=METHODS["plain"]), tmp_path / "run", CPU)
+        fit(
+            experiment(train=train, data={"validation": 0.3}, method=METHODS["plain"]),
+            tmp_path / "run",
+            CPU,
+        )
     )
     judged = next(e for e in found.evaluations if e.role == "validation")
-    assert judged.metrics["nll"] == pytest.approx(min(row["validation_nll"] for row in found.curve), rel=1e-6)
+    assert judged.metrics["nll"] == pytest.approx(
+        min(row["validation_nll"] for row in found.curve), rel=1e-6
+    )
 
 
 # --- ImageNet-C ---
@@ -292,7 +422,9 @@ def write_trees(root: Path, kinds: tuple[str, ...] = ("fog", "snow")) -> None:
     def write(folder: Path, count: int, value: int) -> None:
         folder.mkdir(parents=True)
         for i in range(count):
-            Image.new("RGB", (40 + i, 40), (value, value, value)).save(folder / f"{i}.png")
+            Image.new("RGB", (40 + i, 40), (value, value, value)).save(
+                folder / f"{i}.png"
+            )
 
     for label, name in enumerate(("dark", "light")):
         write(root / "imagenet" / "train" / name, 4, 220 * label)
@@ -300,7 +432,11 @@ def write_trees(root: Path, kinds: tuple[str, ...] = ("fog", "snow")) -> None:
         for kind in kinds:
             for severity in (1, 2):
                 value = 220 if kind == "fog" else 220 * label
-                write(root / "ImageNet-C" / "weather" / kind / str(severity) / name, 2, value)
+                write(
+                    root / "ImageNet-C" / "weather" / kind / str(severity) / name,
+                    2,
+                    value,
+                )
 
 
 def folders(**changes: Any) -> dict[str, Any]:
@@ -319,28 +455,48 @@ def test_imagenet_c_is_scored_from_its_folders(tmp_path: Path) -> None:
     run = fit(validate(folders()), tmp_path / "run", here)
     found = {(e.corruption, e.severity): e for e in record.read(run).evaluations}
     assert set(found) == {(None, 0), ("fog", 1), ("fog", 2), ("snow", 1), ("snow", 2)}
-    assert found[None, 0].metrics["accuracy"] == 1 and found["snow", 2].metrics["accuracy"] == 1
-    assert found["fog", 1].metrics["accuracy"] == 0.5, "every picture is light in the fog"
+    assert (
+        found[None, 0].metrics["accuracy"] == 1
+        and found["snow", 2].metrics["accuracy"] == 1
+    )
+    assert found["fog", 1].metrics["accuracy"] == 0.5, (
+        "every picture is light in the fog"
+    )
     assert found["fog", 1].data == "imagenet-c" and found["fog", 1].rows == 4
     rates = error_rates(record.read(run), 1)
     assert rates == {"clean": 0.0, "fog": [0.5, 0.5], "snow": [0.0, 0.0]}
-    again = evaluate_run(run, ["evaluate.corruptions=[fog]", "evaluate.severities=[2]"], here)
-    assert [(e.corruption, e.severity) for e in again.evaluations] == [(None, 0), ("fog", 2)]
+    again = evaluate_run(
+        run, ["evaluate.corruptions=[fog]", "evaluate.severities=[2]"], here
+    )
+    assert [(e.corruption, e.severity) for e in again.evaluations] == [
+        (None, 0),
+        ("fog", 2),
+    ]
     assert again.evaluations[1].metrics["nll"] == found["fog", 2].metrics["nll"]
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda root: (root / "ImageNet-C").rename(root / "elsewhere"), "No imagenet-c: looked in"),
+        (
+            lambda root: (root / "ImageNet-C").rename(root / "elsewhere"),
+            "No imagenet-c: looked in",
+        ),
         (
             lambda root: (root / "ImageNet-C/weather/snow").rename(root / "snow"),
             "asks for snow/1 and 1 more that image",
         ),
-        (lambda root: (root / "imagenet/val/light").rename(root / "imagenet/val/pale"), "class folders and 2 were exp"),
+        (
+            lambda root: (root / "imagenet/val/light").rename(
+                root / "imagenet/val/pale"
+            ),
+            "class folders and 2 were exp",
+        ),
     ],
 )
-def test_corruptions_that_are_not_there_are_refused_before_training(tmp_path: Path, spoil: Any, message: str) -> None:
+def test_corruptions_that_are_not_there_are_refused_before_training(
+    tmp_path: Path, spoil: Any, message: str
+) -> None:
     write_trees(tmp_path)
     spoil(tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
@@ -352,7 +508,9 @@ def test_corrupted_pictures_of_other_classes_are_refused(tmp_path: Path) -> None
     write_trees(tmp_path)
     for folder in (tmp_path / "ImageNet-C/weather").glob("*/*/light"):
         folder.rename(folder.with_name("pale"))
-    with pytest.raises(ValueError, match="2 classes and imagenet 2, which differ in light, pale"):
+    with pytest.raises(
+        ValueError, match="2 classes and imagenet 2, which differ in light, pale"
+    ):
         fit(validate(folders()), tmp_path / "run", replace(CPU, data_dir=tmp_path))
 
 
@@ -360,13 +518,23 @@ def test_corrupted_pictures_of_other_classes_are_refused(tmp_path: Path) -> None
 def test_every_network_can_be_run_once_instead_of_draws(tmp_path: Path) -> None:
     """evaluate.draws: exact, against the networks of `predict(draws="exact")`; the record has their number."""
     method = {"kind": "ModelPatch", "components": 3, "patch": "output"}
-    run = fit(experiment(method=method, train=ONCE, evaluate={"draws": "exact"}), tmp_path / "run", CPU)
+    run = fit(
+        experiment(method=method, train=ONCE, evaluate={"draws": "exact"}),
+        tmp_path / "run",
+        CPU,
+    )
     _, network, task, _ = load_run(run, CPU)
     assert isinstance(task.test, Split)
     probs = sb.predict(network, task.scaling(task.test.x), draws="exact").probs
     row = record.read(run).evaluations[0]
     assert row.draws == 3
-    assert row.metrics["nll"] == pytest.approx(float(-probs.gather(1, task.test.y[:, None]).log().mean()), abs=1e-6)
+    assert row.metrics["nll"] == pytest.approx(
+        float(-probs.gather(1, task.test.y[:, None]).log().mean()), abs=1e-6
+    )
     with pytest.raises(ValueError, match="no picks from given components"):
-        fit(experiment(train=ONCE, evaluate={"draws": "exact"}), tmp_path / "other", CPU)
-    assert not (tmp_path / "other" / "model").exists()  # told before anything is trained
+        fit(
+            experiment(train=ONCE, evaluate={"draws": "exact"}), tmp_path / "other", CPU
+        )
+    assert not (
+        tmp_path / "other" / "model"
+    ).exists()  # told before anything is trained

@@ -31,7 +31,15 @@ from slimbayes.data.archives import map_npy, read_idx, read_npz, read_xz
 from slimbayes.data.cifar import read_cifar_pickle
 from slimbayes.errors import brief
 from slimbayes.lab.configs import yaml_text
-from slimbayes.lab.configs.files import ConfigError, load, merged, parse_override, read_tree, row_names, validate
+from slimbayes.lab.configs.files import (
+    ConfigError,
+    load,
+    merged,
+    parse_override,
+    read_tree,
+    row_names,
+    validate,
+)
 from slimbayes.lab.runs.checkpoints import latest_checkpoint, save_checkpoint
 from slimbayes.lab.runs.folder import RunError
 from slimbayes.lab.runs.trained import read_predictor
@@ -50,7 +58,11 @@ def fuzz(test: Callable[..., None]) -> Callable[..., None]:
     """Marks a fuzzer; one that was asked for more cases takes as long as it takes."""
     calm = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
     chosen = settings(
-        max_examples=MORE or 60, derandomize=not MORE, deadline=None, database=None, suppress_health_check=calm
+        max_examples=MORE or 60,
+        derandomize=not MORE,
+        deadline=None,
+        database=None,
+        suppress_health_check=calm,
     )
     return pytest.mark.slow(pytest.mark.timeout(0 if MORE else 240)(chosen(test)))
 
@@ -60,7 +72,9 @@ def of(kind: str) -> list[str]:
 
 
 @contextmanager
-def refused(error: type[Exception], told: str = "", seconds: float = 1.0) -> Iterator[None]:
+def refused(
+    error: type[Exception], told: str = "", seconds: float = 1.0
+) -> Iterator[None]:
     """The body raises this very error, which says `told` in bounds, and soon."""
     start = time.process_time()
     with pytest.raises(error) as found:
@@ -104,7 +118,9 @@ def test_records_that_once_failed(name: str) -> None:
 
 
 def test_the_whole_corpus_is_expected() -> None:
-    assert {str(file.relative_to(CORPUS)) for file in CORPUS.glob("*/*")} == set(REFUSALS)
+    assert {str(file.relative_to(CORPUS)) for file in CORPUS.glob("*/*")} == set(
+        REFUSALS
+    )
 
 
 def plain() -> nn.Sequential:
@@ -121,7 +137,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def forged(saved: Path, folder: Path, **files: bytes) -> Path:
     """A copy of a checkpoint with other files (config_json, ...), whose manifest agrees."""
     folder.mkdir(exist_ok=True)
-    contents = {name: (saved / name).read_bytes() for name in os.listdir(saved) if name != "manifest.json"}
+    contents = {
+        name: (saved / name).read_bytes()
+        for name in os.listdir(saved)
+        if name != "manifest.json"
+    }
     contents |= {name.replace("_", "."): data for name, data in files.items()}
     for name, data in contents.items():
         (folder / name).write_bytes(data)
@@ -134,7 +154,12 @@ def forged(saved: Path, folder: Path, **files: bytes) -> Path:
 def test_checkpoints_that_once_failed(name: str, saved: Path, tmp_path: Path) -> None:
     model = plain()
     with refused(sb.CheckpointError, REFUSALS[name]):
-        sb.load(model, forged(saved, tmp_path / "forged", config_json=(CORPUS / name).read_bytes()))
+        sb.load(
+            model,
+            forged(
+                saved, tmp_path / "forged", config_json=(CORPUS / name).read_bytes()
+            ),
+        )
     assert [type(layer) for layer in model] == [nn.Linear, nn.ReLU, nn.Linear]
     assert not hasattr(model[0], "posterior")
 
@@ -162,9 +187,15 @@ def special(kind: str, folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "socket", "loop"])
-def test_what_is_no_regular_file_is_refused_unopened(kind: str, saved: Path, tmp_path: Path) -> None:
-    loop = "loop" if sys.version_info < (3, 13) else "symbolic links"  # as Python says it
-    with refused(ConfigError, loop if kind == "loop" else f"it is a {kind}, not a regular file"):
+def test_what_is_no_regular_file_is_refused_unopened(
+    kind: str, saved: Path, tmp_path: Path
+) -> None:
+    loop = (
+        "loop" if sys.version_info < (3, 13) else "symbolic links"
+    )  # as Python says it
+    with refused(
+        ConfigError, loop if kind == "loop" else f"it is a {kind}, not a regular file"
+    ):
         load(special(kind, tmp_path, "config.yaml"))
     with refused(RecordError, "cannot be read"):
         read(special(kind, tmp_path, "record.json"))
@@ -178,10 +209,18 @@ def test_what_is_no_regular_file_is_refused_unopened(kind: str, saved: Path, tmp
 @pytest.mark.parametrize(
     ("reader", "kind"),
     each(
-        [read_npz, read_xz, read_cifar_pickle, lambda file: map_npy(file, (None,), "f")], ["pipe", "folder", "device"]
+        [
+            read_npz,
+            read_xz,
+            read_cifar_pickle,
+            lambda file: map_npy(file, (None,), "f"),
+        ],
+        ["pipe", "folder", "device"],
     ),
 )
-def test_readers_of_data_wait_for_no_pipe(reader: Callable[[Path], Any], kind: str, tmp_path: Path) -> None:
+def test_readers_of_data_wait_for_no_pipe(
+    reader: Callable[[Path], Any], kind: str, tmp_path: Path
+) -> None:
     with pytest.raises((ValueError, OSError), match="not a regular file"):
         reader(special(kind, tmp_path, "data"))
     with pytest.raises((ValueError, OSError), match="not a regular file"):
@@ -198,7 +237,9 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
         load(tmp_path / "config.yaml")
 
 
-@pytest.mark.parametrize("text", ["{}", "[1, {}]", '"' + "[" * 1000 + '"', "[" * 64 + "]" * 64])
+@pytest.mark.parametrize(
+    "text", ["{}", "[1, {}]", '"' + "[" * 1000 + '"', "[" * 64 + "]" * 64]
+)
 def test_json_within_bounds_is_read(text: str) -> None:
     assert parse_json(text) == json.loads(text)
 
@@ -216,13 +257,18 @@ def write(folder: Path, **texts: str) -> None:
         (folder / f"{name}.yaml").write_text(text)
 
 
-def test_a_diamond_of_files_reads_each_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_diamond_of_files_reads_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for i in range(15):
-        write(tmp_path, **{f"f{i}": f"extends: [f{i + 1}.yaml, f{i + 1}.yaml]\nseed: {i}"})
+        write(
+            tmp_path, **{f"f{i}": f"extends: [f{i + 1}.yaml, f{i + 1}.yaml]\nseed: {i}"}
+        )
     write(tmp_path, f15="name: last\nseed: 15")
     seen: list[Path] = []
     monkeypatch.setattr(
-        "slimbayes.lab.configs.files.read_file", lambda file, limit: seen.append(file) or read_file(file, limit)
+        "slimbayes.lab.configs.files.read_file",
+        lambda file, limit: seen.append(file) or read_file(file, limit),
     )
     assert read_tree(tmp_path / "f0.yaml") == {"name": "last", "seed": 0}
     assert len(seen) == 16
@@ -233,7 +279,9 @@ def test_chains_and_crowds_of_files_are_bounded(tmp_path: Path) -> None:
     with refused(ConfigError, "20 one after another"):
         read_tree(tmp_path / "f0.yaml")
     write(
-        tmp_path, **{f"g{i}": "{}" for i in range(200)}, all=f"extends: [{', '.join(f'g{i}.yaml' for i in range(200))}]"
+        tmp_path,
+        **{f"g{i}": "{}" for i in range(200)},
+        all=f"extends: [{', '.join(f'g{i}.yaml' for i in range(200))}]",
     )
     with refused(ConfigError, "more than 100 files"):
         read_tree(tmp_path / "all.yaml")
@@ -260,8 +308,15 @@ def test_scalars_are_those_of_yaml_1_2(text: str, value: Any) -> None:
 
 
 def test_aliases_and_merge_keys_are_copies() -> None:
-    tree = yaml_text.parse("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\nc: *a\nd: {<<: [{x: 7}, *a], z: 1}\n")
-    assert tree == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}, "c": {"x": 1, "y": 2}, "d": {"x": 7, "y": 2, "z": 1}}
+    tree = yaml_text.parse(
+        "a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\nc: *a\nd: {<<: [{x: 7}, *a], z: 1}\n"
+    )
+    assert tree == {
+        "a": {"x": 1, "y": 2},
+        "b": {"x": 1, "y": 3},
+        "c": {"x": 1, "y": 2},
+        "d": {"x": 7, "y": 2, "z": 1},
+    }
     assert tree["a"] is not tree["c"]
 
 
@@ -270,7 +325,10 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
     assert read_tree(tmp_path / "a.yaml") == {"seed": 1}
 
 
-@pytest.mark.parametrize("value", ["{a: 1, a: 2}", "!!python/name:os.system x", "[" * 200, "*a", '"\\', "9" * 1000])
+@pytest.mark.parametrize(
+    "value",
+    ["{a: 1, a: 2}", "!!python/name:os.system x", "[" * 200, "*a", '"\\', "9" * 1000],
+)
 def test_hostile_overrides_are_refused(value: str) -> None:
     with refused(ConfigError, "--set seed"):
         parse_override(f"seed={value}")
@@ -280,7 +338,12 @@ def test_hostile_overrides_are_refused(value: str) -> None:
 
 def test_a_hostile_sweep_is_refused(tmp_path: Path) -> None:
     write(tmp_path, sweep=yaml_text.dump(BASE))
-    for over in ("y" * 5000, "seed=" + "[" * 5000, "seed=[" + "x" * 5000 + "]", "x" * 5000 + "=[1]"):
+    for over in (
+        "y" * 5000,
+        "seed=" + "[" * 5000,
+        "seed=[" + "x" * 5000 + "]",
+        "x" * 5000 + "=[1]",
+    ):
         with refused(ConfigError):
             combinations(tmp_path / "sweep.yaml", tmp_path, [over])
 
@@ -288,11 +351,21 @@ def test_a_hostile_sweep_is_refused(tmp_path: Path) -> None:
 def test_a_sweep_of_too_many_runs_is_refused(tmp_path: Path) -> None:
     write(tmp_path, sweep=yaml_text.dump(BASE))
     with refused(ConfigError, "1,000,000,000,000 combinations, more than 10,000"):
-        combinations(tmp_path / "sweep.yaml", tmp_path, [f"a{i}=[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]" for i in range(12)])
+        combinations(
+            tmp_path / "sweep.yaml",
+            tmp_path,
+            [f"a{i}=[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]" for i in range(12)],
+        )
 
 
 def test_what_is_quoted_is_short() -> None:
-    for value in ("x" * 10**6, list(range(10**5)), {i: "x" * 1000 for i in range(10**4)}, 10**4000, b"x" * 10**6):
+    for value in (
+        "x" * 10**6,
+        list(range(10**5)),
+        {i: "x" * 1000 for i in range(10**4)},
+        10**4000,
+        b"x" * 10**6,
+    ):
         assert len(brief(value)) < 600
 
 
@@ -305,10 +378,14 @@ def test_a_bad_record_never_takes_the_others_down(tmp_path: Path) -> None:
         (tmp_path / f"bad{i}").mkdir()
         (tmp_path / f"bad{i}" / "record.json").write_bytes((CORPUS / name).read_bytes())
     (tmp_path / "good").mkdir()
-    (tmp_path / "good" / "record.json").write_text(record("good", 0, corruptions=1).model_dump_json())
+    (tmp_path / "good" / "record.json").write_text(
+        record("good", 0, corruptions=1).model_dump_json()
+    )
     os.mkfifo(special("folder", tmp_path, "pipe") / "record.json")
     table = compare([tmp_path])
-    assert [row.name for row in table.rows] == ["good"] and len(table.skipped) == len(of("records")) + 1
+    assert [row.name for row in table.rows] == ["good"] and len(table.skipped) == len(
+        of("records")
+    ) + 1
     page = write_page([tmp_path], tmp_path / "page.html").read_text()
     assert all(f"bad{i}/record.json" in page for i in range(len(of("records"))))
 
@@ -332,7 +409,8 @@ def header(**fields: Any) -> bytes:
     "data",
     [
         header(a={"dtype": "F32", "shape": [10**12], "data_offsets": [0, 4 * 10**12]}),
-        header(a={"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 16]}) + bytes(16),
+        header(a={"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 16]})
+        + bytes(16),
         header(a={"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}) + bytes(8),
         header(a={"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}) + bytes(4),
         (2**63 - 1).to_bytes(8, "little") + b"{}",
@@ -340,7 +418,9 @@ def header(**fields: Any) -> bytes:
         b"",
     ],
 )
-def test_a_header_that_lies_is_refused(data: bytes, saved: Path, tmp_path: Path) -> None:
+def test_a_header_that_lies_is_refused(
+    data: bytes, saved: Path, tmp_path: Path
+) -> None:
     for name in ("posterior_safetensors", "base_safetensors"):
         with refused(sb.CheckpointError, "is not a valid safetensors file"):
             sb.load(plain(), forged(saved, tmp_path / name, **{name: data}))
@@ -350,23 +430,40 @@ def test_a_header_that_lies_is_refused(data: bytes, saved: Path, tmp_path: Path)
     ("change", "told"),
     [
         (lambda t: t.pop("0.weight"), "it lacks 0.weight"),
-        (lambda t: t.update({"0.weight": torch.zeros(3, 5)}), r"0.weight is [3, 5] but [3, 4] is wanted"),
+        (
+            lambda t: t.update({"0.weight": torch.zeros(3, 5)}),
+            r"0.weight is [3, 5] but [3, 4] is wanted",
+        ),
         (lambda t: t.update({"x" * 5000: torch.zeros(1)}), "it has xxx"),
     ],
 )
 def test_base_weights_must_be_those_of_the_model(
-    change: Callable[[dict[str, torch.Tensor]], Any], told: str, saved: Path, tmp_path: Path
+    change: Callable[[dict[str, torch.Tensor]], Any],
+    told: str,
+    saved: Path,
+    tmp_path: Path,
 ) -> None:
     weights, model = plain().state_dict(), plain()
     change(weights)
     with refused(sb.CheckpointError, told):
-        sb.load(model, forged(saved, tmp_path / "forged", base_safetensors=dump_tensors(dict(weights))))
+        sb.load(
+            model,
+            forged(
+                saved, tmp_path / "forged", base_safetensors=dump_tensors(dict(weights))
+            ),
+        )
     assert not hasattr(model[0], "posterior")
 
 
-def test_a_checkpoint_of_training_that_is_nested_too_deeply_is_skipped(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 1, {"network/a": torch.zeros(1)}, {"curve": [], "hash": "x"})
-    save_checkpoint(tmp_path, 2, {"network/a": torch.zeros(1)}, {"curve": [], "hash": "x"})
+def test_a_checkpoint_of_training_that_is_nested_too_deeply_is_skipped(
+    tmp_path: Path,
+) -> None:
+    save_checkpoint(
+        tmp_path, 1, {"network/a": torch.zeros(1)}, {"curve": [], "hash": "x"}
+    )
+    save_checkpoint(
+        tmp_path, 2, {"network/a": torch.zeros(1)}, {"curve": [], "hash": "x"}
+    )
     state = tmp_path / "step-00000002" / "state.json"
     state.write_bytes(b"[" * 20_000)
     manifest = state.with_name("manifest.json")
@@ -380,7 +477,22 @@ def test_a_checkpoint_of_training_that_is_nested_too_deeply_is_skipped(tmp_path:
 
 # --- fuzzers ---
 
-WORDS = ["kind", "name", "seed", "method", "extends", "rows", "axes", "paper", "row", "small", "<<", "#a", "base", ""]
+WORDS = [
+    "kind",
+    "name",
+    "seed",
+    "method",
+    "extends",
+    "rows",
+    "axes",
+    "paper",
+    "row",
+    "small",
+    "<<",
+    "#a",
+    "base",
+    "",
+]
 scalars = st.one_of(
     st.none(),
     st.booleans(),
@@ -392,7 +504,11 @@ scalars = st.one_of(
 )
 keys = st.sampled_from(WORDS) | st.text(max_size=4)
 any_tree = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4), max_leaves=12
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4)
+    ),
+    max_leaves=12,
 )
 PIECES = [
     "a", "b: ", "- ", "[", "]", "{", "}", ", ", "\n", "\n  ", "&a ", "*a", "<<: ", "!!int ", '"', "'", "|\n", "? ",
@@ -402,7 +518,9 @@ PIECES = [
 
 
 @fuzz
-@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=30).map("".join))
+@given(
+    st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=30).map("".join)
+)
 def test_any_text_is_a_config_or_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "config.yaml"
     file.write_bytes(text.encode("utf8", errors="surrogatepass"))
@@ -414,7 +532,9 @@ def test_any_text_is_a_config_or_refused(tmp_path: Path, text: str) -> None:
 @given(any_tree)
 def test_yaml_comes_back_as_it_was(tree: Any) -> None:
     text = yaml_text.dump(tree)
-    if any(mark in text for mark in ("<<", ".nan")):  # a merge key is no key, and NaN equals nothing
+    if any(
+        mark in text for mark in ("<<", ".nan")
+    ):  # a merge key is no key, and NaN equals nothing
         with or_refused(yaml_text.YamlError):
             yaml_text.parse(text)
     else:
@@ -437,20 +557,44 @@ def mutated(tree: Any, place: int, new: Any) -> Any:
     return walk(tree)
 
 
-EXPERIMENTS = [validate(merged(BASE, {"method": method})) for method in METHODS.values()]
+EXPERIMENTS = [
+    validate(merged(BASE, {"method": method})) for method in METHODS.values()
+]
 FULL = [json.loads(json.dumps(experiment.resolved)) for experiment in EXPERIMENTS]
-ODD = [-5, 0, True, "", "yes", "x" * 5000, None, [], {}, [[]], 1e308, -1e-320, 2**70, {"kind": []}, {"kind": "Normal"}]
+ODD = [
+    -5,
+    0,
+    True,
+    "",
+    "yes",
+    "x" * 5000,
+    None,
+    [],
+    {},
+    [[]],
+    1e308,
+    -1e-320,
+    2**70,
+    {"kind": []},
+    {"kind": "Normal"},
+]
 odd = st.sampled_from(ODD) | any_tree
 
 
 @pytest.mark.parametrize("tree", FULL, ids=list(METHODS))
 def test_configs_as_they_were_written_before_are_read(tree: dict[str, Any]) -> None:
-    assert yaml_text.parse(yaml.safe_dump(tree, sort_keys=False)) == tree == yaml_text.parse(yaml_text.dump(tree))
+    assert (
+        yaml_text.parse(yaml.safe_dump(tree, sort_keys=False))
+        == tree
+        == yaml_text.parse(yaml_text.dump(tree))
+    )
 
 
 @fuzz
 @given(st.sampled_from(FULL), st.integers(0, 90), odd)
-def test_any_change_of_a_config_is_valid_or_refused(tree: dict[str, Any], place: int, new: Any) -> None:
+def test_any_change_of_a_config_is_valid_or_refused(
+    tree: dict[str, Any], place: int, new: Any
+) -> None:
     changed = mutated(tree, place, new)
     with or_refused(ConfigError):
         found = validate(changed if isinstance(changed, dict) else {})
@@ -458,10 +602,18 @@ def test_any_change_of_a_config_is_valid_or_refused(tree: dict[str, Any], place:
 
 
 @fuzz
-@given(any_tree, st.sampled_from(["rows", "axes", "extends", "paper", "small"]), st.booleans())
-def test_any_table_is_read_or_refused(tmp_path: Path, tree: Any, key: str, within: bool) -> None:
+@given(
+    any_tree,
+    st.sampled_from(["rows", "axes", "extends", "paper", "small"]),
+    st.booleans(),
+)
+def test_any_table_is_read_or_refused(
+    tmp_path: Path, tree: Any, key: str, within: bool
+) -> None:
     file = tmp_path / "table.yaml"
-    file.write_text(yaml_text.dump({key: {"a": tree, "b": {key: tree}} if within else tree}))
+    file.write_text(
+        yaml_text.dump({key: {"a": tree, "b": {key: tree}} if within else tree})
+    )
     with or_refused(ConfigError):
         for row in row_names(read_tree(file)):
             read_tree(Path(f"{file}#{row}"))
@@ -481,17 +633,24 @@ PATHS = [
     "...",
 ]
 axes = st.dictionaries(
-    st.sampled_from(PATHS), st.lists(any_tree, max_size=3) | st.dictionaries(keys, any_tree, max_size=3)
+    st.sampled_from(PATHS),
+    st.lists(any_tree, max_size=3) | st.dictionaries(keys, any_tree, max_size=3),
 )
 
 
 @fuzz
 @given(axes)
-def test_any_sweep_has_runs_or_is_refused(tmp_path: Path, varied: dict[str, Any]) -> None:
+def test_any_sweep_has_runs_or_is_refused(
+    tmp_path: Path, varied: dict[str, Any]
+) -> None:
     file = tmp_path / "sweep.yaml"
     file.write_text(yaml_text.dump(BASE))
     with or_refused(ConfigError):
-        combinations(file, tmp_path, [f"{path}={json.dumps(values)}" for path, values in varied.items()])
+        combinations(
+            file,
+            tmp_path,
+            [f"{path}={json.dumps(values)}" for path, values in varied.items()],
+        )
 
 
 RECORD = json.loads(record("good", 0, corruptions=1).model_dump_json())
@@ -500,7 +659,9 @@ RECORD["evaluations"] = RECORD["evaluations"][:2]
 
 @fuzz
 @given(st.integers(0, 400), odd)
-def test_any_change_of_a_record_is_read_and_compared_or_refused(tmp_path: Path, place: int, new: Any) -> None:
+def test_any_change_of_a_record_is_read_and_compared_or_refused(
+    tmp_path: Path, place: int, new: Any
+) -> None:
     (tmp_path / "record.json").write_text(json.dumps(mutated(RECORD, place, new)))
     with or_refused(RecordError):
         read(tmp_path)
@@ -514,7 +675,9 @@ def test_any_change_of_a_checkpoint_is_loaded_or_refused(
     saved: Path, tmp_path: Path, name: str, place: int, new: Any
 ) -> None:
     model, folder = plain(), forged(saved, tmp_path / "forged")
-    changed = json.dumps(mutated(json.loads((folder / name).read_text()), place, new)).encode()
+    changed = json.dumps(
+        mutated(json.loads((folder / name).read_text()), place, new)
+    ).encode()
     if name == "manifest.json":
         (folder / name).write_bytes(changed)
     else:

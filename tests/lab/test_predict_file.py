@@ -38,9 +38,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     x = np.random.default_rng(0).normal(size=(80, 3))
     (root / "uci").mkdir()
     with open(root / "uci" / "yacht.csv", "w", newline="") as handle:
-        csv.writer(handle).writerows([[*NAMES, "drag"], *np.column_stack([x, 100 + 30 * x[:, 0]]).tolist()])
+        csv.writer(handle).writerows(
+            [[*NAMES, "drag"], *np.column_stack([x, 100 + 30 * x[:, 0]]).tolist()]
+        )
     (root / "r.yaml").write_text(yaml.safe_dump(regression()))
-    done = call("fit", root / "r.yaml", "--out", root / "run", "--data-dir", root, "--accelerator", "cpu")
+    done = call(
+        "fit",
+        root / "r.yaml",
+        "--out",
+        root / "run",
+        "--data-dir",
+        root,
+        "--accelerator",
+        "cpu",
+    )
     assert done.exit_code == 0, done.output
     return root / "run"
 
@@ -48,10 +59,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def predicted(run: Path, folder: Path, text: str) -> Any:
     """Means for the rows of a csv, or the words of a refusal."""
     (folder / "x.csv").write_text(text)
-    done = call("predict", run, folder / "x.csv", "-o", folder / "p.csv", "--accelerator", "cpu")
+    done = call(
+        "predict", run, folder / "x.csv", "-o", folder / "p.csv", "--accelerator", "cpu"
+    )
     if done.exit_code:
         return " ".join(done.output.split())
-    return [float(row["mean"]) for row in csv.DictReader((folder / "p.csv").read_text().splitlines())]
+    return [
+        float(row["mean"])
+        for row in csv.DictReader((folder / "p.csv").read_text().splitlines())
+    ]
 
 
 @pytest.mark.slow
@@ -59,9 +75,9 @@ def test_columns_are_known_by_name(run: Path, tmp_path: Path) -> None:
     right = predicted(run, tmp_path, "length,beam,draught\n1,2,3\n-1,0,2\n")
     assert len(right) == 2
     assert predicted(run, tmp_path, "draught,length,beam\n3,1,2\n2,-1,0\n") == right
-    assert predicted(run, tmp_path, "\ufeffbeam, draught,length\n2,3,1\n0,2,-1\n") == right, (
-        "a byte-order mark and blanks are no names"
-    )
+    assert (
+        predicted(run, tmp_path, "\ufeffbeam, draught,length\n2,3,1\n0,2,-1\n") == right
+    ), "a byte-order mark and blanks are no names"
 
 
 def test_without_names_the_first_row_is_a_row(run: Path, tmp_path: Path) -> None:
@@ -79,7 +95,9 @@ def test_without_names_the_first_row_is_a_row(run: Path, tmp_path: Path) -> None
     ("1,2,3\n1,2\n", "line 2: 2 cells, but there are 3 in the first row"),
     ("length,beam,draught\n", "no rows below"),
 ])  # fmt: skip
-def test_columns_that_do_not_fit_are_refused_in_words(text: str, told: str, run: Path, tmp_path: Path) -> None:
+def test_columns_that_do_not_fit_are_refused_in_words(
+    text: str, told: str, run: Path, tmp_path: Path
+) -> None:
     assert told in predicted(run, tmp_path, text)
 
 
@@ -101,7 +119,9 @@ def test_a_blank_line_is_no_row(tmp_path: Path) -> None:
         assert read_rows(tmp_path / "x.csv").tolist() == [[1.0, 2.0]]
 
 
-def test_cells_that_are_missing_or_infinite_go_where_a_network_knows_them(tmp_path: Path) -> None:
+def test_cells_that_are_missing_or_infinite_go_where_a_network_knows_them(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "x.csv").write_text("a;b\n1;nan\n-inf;\n")
     (rows,) = row_blocks(tmp_path / "x.csv", ("b", "a"), allow_nonfinite=True)
     assert np.array_equal(rows, [[np.nan, 1], [np.nan, -np.inf]], equal_nan=True)
@@ -114,13 +134,19 @@ def test_pipes_are_not_waited_for(name: str, tmp_path: Path) -> None:
         read_rows(tmp_path / name)
 
 
-def test_pictures_that_cannot_be_decoded_are_refused_not_passed_over(tmp_path: Path) -> None:
+def test_pictures_that_cannot_be_decoded_are_refused_not_passed_over(
+    tmp_path: Path,
+) -> None:
     image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
-    with pytest.raises(ValueError, match=r"holds no image that ends in \.jpeg, \.jpg, \.png\."):
+    with pytest.raises(
+        ValueError, match=r"holds no image that ends in \.jpeg, \.jpg, \.png\."
+    ):
         read_rows(tmp_path)
     for name in ("a.png", "b.gif", "c.png"):
         image.new("RGB", (4, 4)).save(tmp_path / name)
-    with pytest.raises(ValueError, match=r"b\.gif cannot be decoded as a JPEG or PNG image"):
+    with pytest.raises(
+        ValueError, match=r"b\.gif cannot be decoded as a JPEG or PNG image"
+    ):
         read_rows(tmp_path)
 
 
@@ -143,14 +169,27 @@ IMAGES = {
 def test_images_come_in_many_ways(kind: str, images_run: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", IMAGES[kind])
     assert (
-        call("predict", images_run, tmp_path / "x.npy", "-o", tmp_path / "p.csv", "--accelerator", "cpu").exit_code == 0
+        call(
+            "predict",
+            images_run,
+            tmp_path / "x.npy",
+            "-o",
+            tmp_path / "p.csv",
+            "--accelerator",
+            "cpu",
+        ).exit_code
+        == 0
     )
     assert len((tmp_path / "p.csv").read_text().splitlines()) == 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["large", "negative", "complex", "empty", "none", "text", "damaged"])
-def test_rows_that_cannot_be_judged_are_refused(kind: str, images_run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", ["large", "negative", "complex", "empty", "none", "text", "damaged"]
+)
+def test_rows_that_cannot_be_judged_are_refused(
+    kind: str, images_run: Path, tmp_path: Path
+) -> None:
     file = tmp_path / ("x.npz" if kind == "damaged" else "x.npy")
     if kind == "damaged":
         np.savez(file, x=IMAGES["last"])
@@ -159,13 +198,30 @@ def test_rows_that_cannot_be_judged_are_refused(kind: str, images_run: Path, tmp
         file.write_bytes(data)
     else:
         np.save(file, IMAGES[kind])
-    assert call("predict", images_run, file, "-o", tmp_path / "p.csv", "--accelerator", "cpu").exit_code == 1
+    assert (
+        call(
+            "predict",
+            images_run,
+            file,
+            "-o",
+            tmp_path / "p.csv",
+            "--accelerator",
+            "cpu",
+        ).exit_code
+        == 1
+    )
 
 
 @pytest.mark.parametrize("word", ["3.5", "99", "-1"])
 def test_words_that_are_none_are_refused(word: str) -> None:
-    task = open_task(Data(name="mine"), None, mine(torch.randint(0, 30, (60, 2)), torch.arange(60) % 2, "no", "yes"))
-    assert not check_and_fit(torch.tensor([[1.0, 2.0]]), task, "x.csv").is_floating_point()
+    task = open_task(
+        Data(name="mine"),
+        None,
+        mine(torch.randint(0, 30, (60, 2)), torch.arange(60) % 2, "no", "yes"),
+    )
+    assert not check_and_fit(
+        torch.tensor([[1.0, 2.0]]), task, "x.csv"
+    ).is_floating_point()
     with pytest.raises(ValueError, match="row 0"):
         check_and_fit(torch.tensor([[1.0, float(word)]]), task, "x.csv")
 
@@ -184,7 +240,9 @@ def test_pieces_give_what_the_whole_gives(
     np.save(tmp_path / "x.npy", np.asfortranarray(rows))
     np.savez_compressed(tmp_path / "x.npz", x=rows)
     made = []
-    for index, (source, cells) in enumerate([("x.csv", 3), ("x.csv", 1 << 16), ("x.npy", 0), ("x.npz", 0)]):
+    for index, (source, cells) in enumerate(
+        [("x.csv", 3), ("x.csv", 1 << 16), ("x.npy", 0), ("x.npz", 0)]
+    ):
         monkeypatch.setattr(table_files, "_CELLS", cells)
         monkeypatch.setattr(archives, "_BLOCK", 100)
         out = tmp_path / f"p{index}.{kind}"
@@ -215,25 +273,38 @@ def test_classes_go_into_archives_by_name(images_run: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["csv", "json", "npz"])
-def test_a_full_disk_names_the_file_and_leaves_what_was_there(kind: str, run: Path, tmp_path: Path) -> None:
+def test_a_full_disk_names_the_file_and_leaves_what_was_there(
+    kind: str, run: Path, tmp_path: Path
+) -> None:
     (tmp_path / "x.csv").write_text("1,2,3\n" * 3000)
     out = tmp_path / f"p.{kind}"
     out.write_text("before")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        done = call("predict", run, tmp_path / "x.csv", "-o", out, "--accelerator", "cpu")
+        done = call(
+            "predict", run, tmp_path / "x.csv", "-o", out, "--accelerator", "cpu"
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert done.exit_code == 1 and str(out) in done.output.replace("\n", "") and "File too large" in done.output
-    assert out.read_text() == "before" and sorted(p.name for p in tmp_path.iterdir()) == [f"p.{kind}", "x.csv"]
+    assert (
+        done.exit_code == 1
+        and str(out) in done.output.replace("\n", "")
+        and "File too large" in done.output
+    )
+    assert out.read_text() == "before" and sorted(
+        p.name for p in tmp_path.iterdir()
+    ) == [f"p.{kind}", "x.csv"]
 
 
 def test_a_wrong_last_row_leaves_what_was_there(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "p.csv"
     out.write_text("before")
     told = predicted(run, tmp_path, "1,2,3\n" * 2000 + "1,x,3\n")
-    assert "line 2001, column '2': 'x' is not a number" in told and out.read_text() == "before"
+    assert (
+        "line 2001, column '2': 'x' is not a number" in told
+        and out.read_text() == "before"
+    )
 
 
 @pytest.mark.parametrize(("text", "told"), [
@@ -247,14 +318,26 @@ def test_a_wrong_last_row_leaves_what_was_there(run: Path, tmp_path: Path) -> No
     (b"1,2,3\n4,5,\"6\n", "line 2"),
     (b"", "has no rows"),
 ])  # fmt: skip
-def test_cells_that_are_no_numbers_are_told_by_line(text: bytes, told: str, run: Path, tmp_path: Path) -> None:
+def test_cells_that_are_no_numbers_are_told_by_line(
+    text: bytes, told: str, run: Path, tmp_path: Path
+) -> None:
     (tmp_path / "x.csv").write_bytes(text)
-    done = call("predict", run, tmp_path / "x.csv", "-o", tmp_path / "p.csv", "--accelerator", "cpu")
+    done = call(
+        "predict",
+        run,
+        tmp_path / "x.csv",
+        "-o",
+        tmp_path / "p.csv",
+        "--accelerator",
+        "cpu",
+    )
     assert done.exit_code == 1 and told in " ".join(done.output.split()), done.output
     assert not (tmp_path / "p.csv").exists()
 
 
-def test_rows_of_arrays_are_counted_from_the_first(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_arrays_are_counted_from_the_first(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(archives, "_BLOCK", 120)
     rows = np.zeros((1000, 3), "float32")
     rows[777, 1] = np.nan
@@ -264,7 +347,9 @@ def test_rows_of_arrays_are_counted_from_the_first(run: Path, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("cut", [10, 130, 600])
-def test_arrays_that_are_cut_short_are_refused(cut: int, run: Path, tmp_path: Path) -> None:
+def test_arrays_that_are_cut_short_are_refused(
+    cut: int, run: Path, tmp_path: Path
+) -> None:
     np.save(tmp_path / "x.npy", np.zeros((100, 3), "float32"))
     data = (tmp_path / "x.npy").read_bytes()
     for bad in (data[:cut], data + b"more"):
@@ -284,5 +369,10 @@ def test_memory_does_not_grow_with_the_rows(run: Path, tmp_path: Path) -> None:
         "    print(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])"
     )
     words = [sys.executable, "-c", code, run, tmp_path / "x.csv", tmp_path / "p.npz"]
-    few, many = map(int, subprocess.run(words, check=True, capture_output=True, text=True).stdout.split())
+    few, many = map(
+        int,
+        subprocess.run(
+            words, check=True, capture_output=True, text=True
+        ).stdout.split(),
+    )
     assert (many - few) / 1024 < 40, (few, many)

@@ -11,7 +11,16 @@ from unittest.mock import patch
 
 import forks
 import pytest
-from lab_configs import CPU, EVERY_STEP, METHODS, Crash, call, crash_after, experiment, weights
+from lab_configs import (
+    CPU,
+    EVERY_STEP,
+    METHODS,
+    Crash,
+    call,
+    crash_after,
+    experiment,
+    weights,
+)
 
 from slimbayes.lab.configs.experiment import Experiment
 from slimbayes.lab.configs.files import merged
@@ -27,11 +36,15 @@ pytestmark = pytest.mark.usefixtures("unchecked_fits")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["rank1-cauchy", "2-tied", "emp", "dropout", "ensemble", "member-norm"])
+@pytest.mark.parametrize(
+    "method", ["rank1-cauchy", "2-tied", "emp", "dropout", "ensemble", "member-norm"]
+)
 def test_a_run_killed_anywhere_and_resumed_ends_in_the_same_weights(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = experiment(method=METHODS[method], augment={"kind": "pad_crop_flip", "pad": 1})
+    chosen = experiment(
+        method=METHODS[method], augment={"kind": "pad_crop_flip", "pad": 1}
+    )
     whole = fit(chosen, tmp_path / "whole", CPU)
     place = random.Random(method).randrange(1, 8)
     with monkeypatch.context() as patch:
@@ -49,7 +62,10 @@ def test_a_run_killed_anywhere_and_resumed_ends_in_the_same_weights(
 def test_resuming_from_an_older_checkpoint_runs_the_lost_steps_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen, every3 = experiment(), Execution(accelerator="cpu", workers=0, checkpoint_every=3)
+    chosen, every3 = (
+        experiment(),
+        Execution(accelerator="cpu", workers=0, checkpoint_every=3),
+    )
     whole = fit(chosen, tmp_path / "whole", CPU)
     with monkeypatch.context() as patch:
         crash_after(patch, 5)
@@ -73,7 +89,9 @@ def test_resuming_from_an_older_checkpoint_runs_the_lost_steps_again(
     ],
     ids=lambda train: "-".join(train),
 )  # fmt: skip
-def test_options_resume_bit_for_bit_too(train: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_resume_bit_for_bit_too(
+    train: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen = experiment(train=train, data={"validation": 0.25})
     whole = fit(chosen, tmp_path / "whole", CPU)
     with monkeypatch.context() as patch:
@@ -87,16 +105,24 @@ def test_options_resume_bit_for_bit_too(train: dict[str, Any], tmp_path: Path, m
 
 def fit_without_record(chosen: Experiment, folder: Path, resume: bool = False) -> None:
     """Fit, and be killed while what was learned is judged."""
-    with patch("slimbayes.lab.runs.fit.write_record", side_effect=Crash), pytest.raises(Crash):
+    with (
+        patch("slimbayes.lab.runs.fit.write_record", side_effect=Crash),
+        pytest.raises(Crash),
+    ):
         fit(chosen, folder, EVERY_STEP, resume=resume)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "epoch"),
-    [({"train": {"ema": 0.5}}, 4), ({"train": {"early_stop": {"patience": 3}}, "data": {"validation": 0.25}}, 3)],
+    [
+        ({"train": {"ema": 0.5}}, 4),
+        ({"train": {"early_stop": {"patience": 3}}, "data": {"validation": 0.25}}, 3),
+    ],
 )
-def test_many_resumes_in_a_row(changes: dict[str, Any], epoch: int, tmp_path: Path) -> None:
+def test_many_resumes_in_a_row(
+    changes: dict[str, Any], epoch: int, tmp_path: Path
+) -> None:
     """Killed in an epoch, at its end, and while it was judged; other checkpoints each time, and moved in between."""
     chosen = experiment(**merged({"train": {"epochs": 3}}, changes))
     whole, folder = fit(chosen, tmp_path / "whole", CPU), tmp_path / "cut"
@@ -104,18 +130,28 @@ def test_many_resumes_in_a_row(changes: dict[str, Any], epoch: int, tmp_path: Pa
         with pytest.MonkeyPatch.context() as patched:
             crash_after(patched, place)
             with pytest.raises(Crash):
-                fit(chosen, folder, Execution(accelerator="cpu", workers=0, checkpoint_every=every), resume=True)
+                fit(
+                    chosen,
+                    folder,
+                    Execution(accelerator="cpu", workers=0, checkpoint_every=every),
+                    resume=True,
+                )
         folder = folder.rename(tmp_path / f"moved{place}")
     fit_without_record(chosen, folder, resume=True)
     assert (folder / "model").is_dir() and not (folder / "record.json").exists()
     fit(chosen, folder, CPU, resume=True)
-    assert weights(folder) == weights(whole) and record.read(folder).digest == record.read(whole).digest
+    assert (
+        weights(folder) == weights(whole)
+        and record.read(folder).digest == record.read(whole).digest
+    )
     for name in ("steps.csv", "metrics.csv"):
         assert (folder / name).read_bytes() == (whole / name).read_bytes()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("execution", [CPU, EVERY_STEP], ids=["no checkpoint", "empty file"])
+@pytest.mark.parametrize(
+    "execution", [CPU, EVERY_STEP], ids=["no checkpoint", "empty file"]
+)
 def test_steps_are_written_down_once(execution: Execution, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         crash_after(patched, 6 if execution is CPU else 2)
@@ -124,7 +160,10 @@ def test_steps_are_written_down_once(execution: Execution, tmp_path: Path) -> No
     if execution is EVERY_STEP:
         (tmp_path / "run" / "steps.csv").write_text("")
     fit(experiment(), tmp_path / "run", execution, resume=True)
-    assert [line.split(",")[0] for line in (tmp_path / "run" / "steps.csv").read_text().splitlines()] == [
+    assert [
+        line.split(",")[0]
+        for line in (tmp_path / "run" / "steps.csv").read_text().splitlines()
+    ] == [
         "step",
         *map(str, range(8)),
     ]
@@ -156,7 +195,9 @@ def test_processes_agree_when_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_request_to_stop_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_to_stop_leaves_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = TrainingStep.__call__
 
     def call(self: TrainingStep, batch: Any, step: int, *rest: Any) -> None:
@@ -176,14 +217,22 @@ def test_a_request_to_stop_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.slow
 def test_kill_nine_at_random_times(tmp_path: Path) -> None:
     """SIGKILL from outside, again and again; then the run is let through."""
-    draw, kills, every2 = random.Random(1), 0, Execution(accelerator="cpu", workers=0, checkpoint_every=2)
+    draw, kills, every2 = (
+        random.Random(1),
+        0,
+        Execution(accelerator="cpu", workers=0, checkpoint_every=2),
+    )
     chosen = experiment(method=METHODS["emp"], train={"epochs": 20}, model={"width": 2})
     whole, cut = fit(chosen, tmp_path / "whole", CPU), tmp_path / "cut"
     for _ in range(4):
         seen = latest_step(cut)
         child = forks.start(fit, chosen, cut, every2, True)
         deadline, further = time.monotonic() + 60, draw.randint(2, 8)
-        while child.is_alive() and latest_step(cut) <= seen + further and time.monotonic() < deadline:
+        while (
+            child.is_alive()
+            and latest_step(cut) <= seen + further
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.002)
         kills += child.is_alive()
         child.kill()
@@ -191,10 +240,16 @@ def test_kill_nine_at_random_times(tmp_path: Path) -> None:
     fit(chosen, cut, EVERY_STEP, resume=True)
     assert weights(cut) == weights(whole)
     assert record.read(cut).digest == record.read(whole).digest
-    assert not [p for p in cut.rglob(".*") if p.name != ".lock"], "what killed writers left"
+    assert not [p for p in cut.rglob(".*") if p.name != ".lock"], (
+        "what killed writers left"
+    )
     assert kills >= 3, "most children must have died on the way"
 
 
 def latest_step(run: Path) -> int:
-    names = sorted(p.name for p in (run / "checkpoints").glob("step-*")) if (run / "checkpoints").is_dir() else []
+    names = (
+        sorted(p.name for p in (run / "checkpoints").glob("step-*"))
+        if (run / "checkpoints").is_dir()
+        else []
+    )
     return int(names[-1].split("-")[1]) if names else 0

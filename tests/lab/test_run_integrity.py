@@ -12,7 +12,19 @@ import pytest
 import report_records
 import torch
 import yaml
-from lab_configs import CPU, EVERY_STEP, MINE, Crash, X, call, crash_after, dense, experiment, mine, weights
+from lab_configs import (
+    CPU,
+    EVERY_STEP,
+    MINE,
+    Crash,
+    X,
+    call,
+    crash_after,
+    dense,
+    experiment,
+    mine,
+    weights,
+)
 from test_predict_file import regression
 
 from slimbayes.data import Dataset, Split
@@ -33,7 +45,9 @@ def table(root: Path, slope: float) -> Path:
     x = np.random.default_rng(0).normal(size=(80, 3))
     (root / "uci").mkdir(parents=True)
     with open(root / "uci" / "yacht.csv", "w", newline="") as handle:
-        csv.writer(handle).writerows([["a", "b", "c", "y"], *np.column_stack([x, slope * x[:, 0]]).tolist()])
+        csv.writer(handle).writerows(
+            [["a", "b", "c", "y"], *np.column_stack([x, slope * x[:, 0]]).tolist()]
+        )
     return root
 
 
@@ -49,7 +63,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fit_in(root: Path, run: Path, data: str, *words: str) -> Any:
-    return call("fit", root / "c.yaml", "--out", run, "--data-dir", root / data, "--accelerator", "cpu", *words)
+    return call(
+        "fit",
+        root / "c.yaml",
+        "--out",
+        run,
+        "--data-dir",
+        root / data,
+        "--accelerator",
+        "cpu",
+        *words,
+    )
 
 
 def told(done: Any) -> str:
@@ -64,7 +88,11 @@ def test_a_finished_run_is_not_shown_for_other_data(finished: Path) -> None:
     digests.append(record.read(finished / "run").data_sha256)
     assert digests[0] == digests[1]
     refused = fit_in(finished, finished / "run", "other")
-    assert refused.exit_code == 1 and "other data" in told(refused) and digests[0][:16] in told(refused)
+    assert (
+        refused.exit_code == 1
+        and "other data" in told(refused)
+        and digests[0][:16] in told(refused)
+    )
     assert fit_in(finished, finished / "run", "data").exit_code == 0
 
 
@@ -84,7 +112,9 @@ def test_evaluating_on_other_data_is_refused(finished: Path, tmp_path: Path) -> 
     assert record.read(run).digest == record.read(finished / "run").digest
 
 
-def test_resuming_on_other_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_on_other_data_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen, y = experiment(**MINE, train={"batch": 20}), torch.arange(60) % 3
     data = mine(X, y, "a", "b", "c")
     with monkeypatch.context() as patch:
@@ -94,18 +124,39 @@ def test_resuming_on_other_data_is_refused(tmp_path: Path, monkeypatch: pytest.M
     changed = X.clone()
     changed[50, 2] += 1e-6
     other = mine(changed, y, "a", "b", "c")
-    with pytest.raises(RunError, match=r"other data: its rows have the sha256 \w{16}\.\.\., those of mine here \w{16}"):
-        fit(chosen, tmp_path / "run", EVERY_STEP, resume=True, network=dense(3), dataset=other)
-    fit(chosen, tmp_path / "run", EVERY_STEP, resume=True, network=dense(3), dataset=data)
+    with pytest.raises(
+        RunError,
+        match=r"other data: its rows have the sha256 \w{16}\.\.\., those of mine here \w{16}",
+    ):
+        fit(
+            chosen,
+            tmp_path / "run",
+            EVERY_STEP,
+            resume=True,
+            network=dense(3),
+            dataset=other,
+        )
+    fit(
+        chosen,
+        tmp_path / "run",
+        EVERY_STEP,
+        resume=True,
+        network=dense(3),
+        dataset=data,
+    )
     with pytest.raises(RunError, match="other data"):
         load_run(tmp_path / "run", CPU, dense(3), other)
 
 
-@pytest.mark.parametrize("change", ["input", "target", "shape", "type", "split", "class"])
+@pytest.mark.parametrize(
+    "change", ["input", "target", "shape", "type", "split", "class"]
+)
 def test_every_change_of_the_data_changes_their_digest(change: str) -> None:
     x, y, classes = X.clone(), torch.arange(60) % 3, ("a", "b", "c")
     before = data_digest(mine(x, y, *classes), ("train", "test"))
-    assert before == data_digest(mine(x.t().contiguous().t(), y.clone(), *classes), ("train", "test")), "by value only"
+    assert before == data_digest(
+        mine(x.t().contiguous().t(), y.clone(), *classes), ("train", "test")
+    ), "by value only"
     x[59, 3] = 7.0 if change == "input" else x[59, 3]
     y[59] = 0 if change == "target" else y[59]
     x = x.view(60, 2, 2) if change == "shape" else x.double() if change == "type" else x
@@ -115,7 +166,9 @@ def test_every_change_of_the_data_changes_their_digest(change: str) -> None:
     assert data_digest(data, ("train", "test")) != before
 
 
-def test_the_digest_of_a_large_set_reads_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_of_a_large_set_reads_a_part_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from slimbayes.lab.tasks import intake
 
     monkeypatch.setattr(intake, "_WHOLE", 1 << 20)
@@ -128,13 +181,20 @@ def test_the_digest_of_a_large_set_reads_a_part_of_it(monkeypatch: pytest.Monkey
     assert data_digest(Dataset("large", {"train": Split(x, x)}), ["train"]) != before
 
 
-def test_a_run_of_before_digests_opens_with_a_note(finished: Path, tmp_path: Path) -> None:
+def test_a_run_of_before_digests_opens_with_a_note(
+    finished: Path, tmp_path: Path
+) -> None:
     run = shutil.copytree(finished / "run", tmp_path / "run")
     for name in ("data.json", "SHA256SUMS"):
         (run / name).unlink()
     done = fit_in(finished, run, "other")
     assert done.exit_code == 0 and "does not say which data" in told(done)
-    assert call("evaluate", run, "--accelerator", "cpu", "--data-dir", finished / "data").exit_code == 0
+    assert (
+        call(
+            "evaluate", run, "--accelerator", "cpu", "--data-dir", finished / "data"
+        ).exit_code
+        == 0
+    )
 
 
 # --- files ---
@@ -142,7 +202,9 @@ def test_a_run_of_before_digests_opens_with_a_note(finished: Path, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["inputs.json", "config.yaml", "model/manifest.json"])
-def test_every_changed_byte_is_noticed(name: str, finished: Path, tmp_path: Path) -> None:
+def test_every_changed_byte_is_noticed(
+    name: str, finished: Path, tmp_path: Path
+) -> None:
     run = shutil.copytree(finished / "run", tmp_path / "run")
     file, good = run / name, (run / name).read_bytes()
     for place in range(len(good)):
@@ -157,7 +219,9 @@ def test_every_changed_byte_is_noticed(name: str, finished: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_predictions_and_evaluations_look_at_what_they_read(finished: Path, tmp_path: Path) -> None:
+def test_predictions_and_evaluations_look_at_what_they_read(
+    finished: Path, tmp_path: Path
+) -> None:
     (tmp_path / "x.csv").write_text("1,2,3\n")
     commands = {
         "inputs.json": ("predict", tmp_path / "x.csv", "-o", tmp_path / "p.csv"),
@@ -176,15 +240,27 @@ def test_predictions_and_evaluations_look_at_what_they_read(finished: Path, tmp_
 def test_sums_are_those_of_sha256sum(finished: Path) -> None:
     import subprocess
 
-    subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=finished / "run", check=True)
-    names = [line.split("  ")[1] for line in (finished / "run" / "SHA256SUMS").read_text().splitlines()]
+    subprocess.run(
+        ["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=finished / "run", check=True
+    )
+    names = [
+        line.split("  ")[1]
+        for line in (finished / "run" / "SHA256SUMS").read_text().splitlines()
+    ]
     assert set(names) == set(run_folder._SEALED)
 
 
 @pytest.mark.slow
 def test_every_changed_byte_of_a_record_is_noticed(tmp_path: Path) -> None:
     whole = report_records.record("rank1-cauchy", 1)
-    small = whole.model_copy(update={"config": {}, "evaluations": [], "examples": [], "curve": whole.curve[:1]})
+    small = whole.model_copy(
+        update={
+            "config": {},
+            "evaluations": [],
+            "examples": [],
+            "curve": whole.curve[:1],
+        }
+    )
     file = tmp_path / "record.json"
     record.write(file, small)
     good = file.read_bytes()
@@ -214,13 +290,17 @@ def test_an_edited_record_is_named_damaged_and_an_old_one_noted(
     said: list[str] = []
     monkeypatch.setattr(logging.getLogger("slimbayes"), "warning", said.append)
     assert record.read(file) == record.read(file) == one
-    assert said == ["Records without a sha256, of an older slimbayes, are read unchecked."]
+    assert said == [
+        "Records without a sha256, of an older slimbayes, are read unchecked."
+    ]
 
 
 # --- checkpoints ---
 
 
-def cut(folder: Path, steps: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Path:
+def cut(
+    folder: Path, steps: int, monkeypatch: pytest.MonkeyPatch, **changes: Any
+) -> Path:
     with monkeypatch.context() as patch:
         crash_after(patch, steps)
         with pytest.raises(Crash):
@@ -229,24 +309,42 @@ def cut(folder: Path, steps: int, monkeypatch: pytest.MonkeyPatch, **changes: An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"seed": 5}, {"model": {"width": 2}}, {"data": {"train_limit": 150}}])
+@pytest.mark.parametrize(
+    "changes", [{"seed": 5}, {"model": {"width": 2}}, {"data": {"train_limit": 150}}]
+)
 def test_a_checkpoint_of_another_run_is_passed_over(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine, other = (cut(tmp_path / n, 3, monkeypatch, **c) for n, c in (("mine", {}), ("other", changes)))
+    mine, other = (
+        cut(tmp_path / n, 3, monkeypatch, **c)
+        for n, c in (("mine", {}), ("other", changes))
+    )
     shutil.copytree(other / "step-00000003", mine / "step-00000009")
-    with pytest.warns(UserWarning, match="checkpoint of another run: .*step-00000009 has the hash"):
+    with pytest.warns(
+        UserWarning, match="checkpoint of another run: .*step-00000009 has the hash"
+    ):
         run = fit(experiment(), tmp_path / "mine", EVERY_STEP, resume=True)
     assert weights(run) == weights(fit(experiment(), tmp_path / "whole", CPU))
 
 
-def test_checkpoints_are_known_by_network_and_data_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_known_by_network_and_data_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = cut(
-        tmp_path / "run", 1, monkeypatch, model={"kind": "mlp", "hidden": [4]}, method={"kind": "Deterministic"}
+        tmp_path / "run",
+        1,
+        monkeypatch,
+        model={"kind": "mlp", "hidden": [4]},
+        method={"kind": "Deterministic"},
     )
     found = latest_checkpoint(place)
     assert found is not None and len(found[1]["data"]) == 64
-    assert latest_checkpoint(place, {"hash": found[1]["hash"], "data": found[1]["data"], "newer": "x"}) is not None
+    assert (
+        latest_checkpoint(
+            place, {"hash": found[1]["hash"], "data": found[1]["data"], "newer": "x"}
+        )
+        is not None
+    )
     with pytest.warns(UserWarning, match="has the data"):
         assert latest_checkpoint(place, {"data": "0" * 64}) is None
     with pytest.warns(UserWarning, match="is of another network"):
@@ -258,5 +356,13 @@ def test_resuming_with_nothing_but_damaged_checkpoints_is_an_error(
 ) -> None:
     place = cut(tmp_path / "run", 1, monkeypatch, method={"kind": "Deterministic"})
     (place / "step-00000001" / "state.json").write_text("{}")
-    with pytest.warns(UserWarning, match="damaged"), pytest.raises(ValueError, match="None of the checkpoints.*Remove"):
-        fit(experiment(method={"kind": "Deterministic"}), tmp_path / "run", EVERY_STEP, resume=True)
+    with (
+        pytest.warns(UserWarning, match="damaged"),
+        pytest.raises(ValueError, match="None of the checkpoints.*Remove"),
+    ):
+        fit(
+            experiment(method={"kind": "Deterministic"}),
+            tmp_path / "run",
+            EVERY_STEP,
+            resume=True,
+        )

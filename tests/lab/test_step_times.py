@@ -13,10 +13,15 @@ from slimbayes.lab.papers import diagnostics as module
 from slimbayes.lab.papers.diagnostics import diagnose
 
 
-def test_step_times_are_of_both_posteriors_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_times_are_of_both_posteriors_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With a clock that only steps move, times are those of the steps, the first five left out."""
     clock = [0.0]
-    costs = {"mean-field": iter([1.0] * 5 + [0.006, 0.007, 0.008]), "point": iter([1.0] * 5 + [0.002] * 3)}
+    costs = {
+        "mean-field": iter([1.0] * 5 + [0.006, 0.007, 0.008]),
+        "point": iter([1.0] * 5 + [0.002] * 3),
+    }
 
     def step(config: sb.Config, _: torch.device) -> Any:
         name = next(name for name, one in module.POSTERIORS.items() if one is config)
@@ -24,12 +29,19 @@ def test_step_times_are_of_both_posteriors_in_turn(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(module, "_step", step)
     monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
-    numbers, _ = diagnose("step_times", Case(None, options={"posterior": "mean-field", "steps": 3}))
-    assert numbers["step_ms"] == pytest.approx(7.0) and numbers["step_ratio"] == pytest.approx(3.5)
+    numbers, _ = diagnose(
+        "step_times", Case(None, options={"posterior": "mean-field", "steps": 3})
+    )
+    assert numbers["step_ms"] == pytest.approx(7.0) and numbers[
+        "step_ratio"
+    ] == pytest.approx(3.5)
     assert numbers["step_ms_sem"] == pytest.approx(1 / math.sqrt(3))
 
 
 @pytest.mark.parametrize("posterior", ["point", "mean-field", "2-tied"])
 def test_every_posterior_of_the_step_times_trains(posterior: str) -> None:
-    numbers, _ = diagnose("step_times", Case(None, execution=CPU, options={"posterior": posterior, "steps": 2}))
+    numbers, _ = diagnose(
+        "step_times",
+        Case(None, execution=CPU, options={"posterior": posterior, "steps": 2}),
+    )
     assert numbers["step_ms"] > 0

@@ -42,7 +42,13 @@ def write(folder: Path, **tree: Any) -> Path:
     return file
 
 
-def points(folder: Path, *over: str, overrides: tuple[str, ...] = (), scale: str = "full", **tree: Any) -> list[Run]:
+def points(
+    folder: Path,
+    *over: str,
+    overrides: tuple[str, ...] = (),
+    scale: str = "full",
+    **tree: Any,
+) -> list[Run]:
     return combinations(write(folder, **tree), folder / "out", over, overrides, scale)
 
 
@@ -52,20 +58,36 @@ def points(folder: Path, *over: str, overrides: tuple[str, ...] = (), scale: str
 def test_all_combinations_in_order(tmp_path: Path) -> None:
     methods = "method=[{kind: Rank1, members: 3}, {kind: Deterministic}]"
     found = points(tmp_path, "seed=[0, 1]", methods, "train.optimizer.lr=[0.1, 0.01]")
-    assert [(p.experiment.seed, p.experiment.method.kind, p.experiment.train.optimizer.lr) for p in found] == [
-        (s, m, lr) for s in (0, 1) for m in ("Rank1", "Deterministic") for lr in (0.1, 0.01)
+    assert [
+        (p.experiment.seed, p.experiment.method.kind, p.experiment.train.optimizer.lr)
+        for p in found
+    ] == [
+        (s, m, lr)
+        for s in (0, 1)
+        for m in ("Rank1", "Deterministic")
+        for lr in (0.1, 0.01)
     ]
     assert found[0].experiment.method.members == 3
     assert {p.experiment.name for p in found} == {
-        f"try-method-{m}-lr-{lr}" for m in ("Rank1-members-3", "Deterministic") for lr in ("0.1", "0.01")
+        f"try-method-{m}-lr-{lr}"
+        for m in ("Rank1-members-3", "Deterministic")
+        for lr in ("0.1", "0.01")
     }
     assert len({p.experiment.hash for p in found}) == 8
 
 
 def test_all_rows_of_a_file_or_one_of_them(tmp_path: Path) -> None:
-    rows = {"plain": {"method": {"kind": "Deterministic"}}, "many": {"method": {"members": 8}}}
+    rows = {
+        "plain": {"method": {"kind": "Deterministic"}},
+        "many": {"method": {"members": 8}},
+    }
     found = points(tmp_path, "seed=[0, 1]", name="net-{row}", rows=rows)
-    assert [p.told for p in found] == ["plain, seed=0", "many, seed=0", "plain, seed=1", "many, seed=1"]
+    assert [p.told for p in found] == [
+        "plain, seed=0",
+        "many, seed=0",
+        "plain, seed=1",
+        "many, seed=1",
+    ]
     assert [p.experiment.name for p in found] == ["net-plain", "net-many"] * 2
     assert found[1].experiment.method.members == 8
     (one,) = combinations(Path(f"{tmp_path / 'config.yaml'}#plain"), tmp_path)
@@ -79,9 +101,14 @@ def test_a_sweep_of_one_value_is_the_run_itself(tmp_path: Path) -> None:
     assert point.experiment.name == "try"
 
 
-def test_a_mapping_with_the_same_kind_is_laid_over_it_and_another_kind_replaces_it(tmp_path: Path) -> None:
+def test_a_mapping_with_the_same_kind_is_laid_over_it_and_another_kind_replaces_it(
+    tmp_path: Path,
+) -> None:
     found = points(tmp_path, "method=[{draws: member}, {kind: MeanField}]")
-    assert found[0].experiment.method.members == 2 and found[1].experiment.method.kind == "MeanField"
+    assert (
+        found[0].experiment.method.members == 2
+        and found[1].experiment.method.kind == "MeanField"
+    )
 
 
 def test_equal_configs_run_once_and_close_ones_do_not(tmp_path: Path) -> None:
@@ -92,13 +119,21 @@ def test_equal_configs_run_once_and_close_ones_do_not(tmp_path: Path) -> None:
 
 def test_names_that_reports_would_mix_up_are_refused(tmp_path: Path) -> None:
     rows = {"a": {"train": {"epochs": 3}}, "b": {"train": {"epochs": 4}}}
-    with pytest.raises(ConfigError, match=r"Two runs would be called 'try' with seed 0: a, and b. Let the file's"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Two runs would be called 'try' with seed 0: a, and b. Let the file's",
+    ):
         points(tmp_path, rows=rows)
 
 
 def test_every_fault_is_told_with_its_values(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        points(tmp_path, "seed=[0, 1]", "method.kind=[Rank1, Rang1]", "train.optimizer.lr=[0.1, -1]")
+        points(
+            tmp_path,
+            "seed=[0, 1]",
+            "method.kind=[Rank1, Rang1]",
+            "train.optimizer.lr=[0.1, -1]",
+        )
     told = str(caught.value)
     assert "nothing was run" in told
     assert (
@@ -116,9 +151,14 @@ def test_values_that_are_no_list_are_refused(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("tree", "words"),
-    [({"base": "rank1.yaml"}, "base: no such field"), ({"axes": {"seed": [0]}}, "axes must be mappings from labels")],
+    [
+        ({"base": "rank1.yaml"}, "base: no such field"),
+        ({"axes": {"seed": [0]}}, "axes must be mappings from labels"),
+    ],
 )
-def test_wrong_files_are_refused(tmp_path: Path, tree: dict[str, Any], words: str) -> None:
+def test_wrong_files_are_refused(
+    tmp_path: Path, tree: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         points(tmp_path, **tree)
 
@@ -129,22 +169,39 @@ def test_overrides(tmp_path: Path) -> None:
     assert [p.experiment.train.epochs for p in points(tmp_path, scale="small")] == [1]
 
 
-def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = write(tmp_path)
     assert sweep(file, tmp_path / "out", ["seed=[0, 1]"], dry=True) == 0
-    assert not (tmp_path / "out").exists() and "2 runs: 2 new" in capsys.readouterr().out
+    assert (
+        not (tmp_path / "out").exists() and "2 runs: 2 new" in capsys.readouterr().out
+    )
     with pytest.raises(ConfigError, match="got --jobs 0"):
         sweep(file, tmp_path / "out", jobs=0)
 
 
-def test_the_command_s_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_s_exit_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     call = partial(CliRunner().invoke, app)
-    words = ["sweep", str(write(tmp_path)), "--out", str(tmp_path / "out"), "--over", "seed=[0, 1]"]
+    words = [
+        "sweep",
+        str(write(tmp_path)),
+        "--out",
+        str(tmp_path / "out"),
+        "--over",
+        "seed=[0, 1]",
+    ]
     listed = call([*words, "--dry-run"])
     assert listed.exit_code == 0 and "2 runs: 2 new" in listed.output
     wrong = call([*words, "--set", "train.epoch=3"])
     assert wrong.exit_code == 2 and "did you mean 'epochs'" in wrong.output
-    monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-c", "import sys; sys.exit('no luck today')"))
+    monkeypatch.setattr(
+        launch,
+        "COMMAND",
+        (sys.executable, "-c", "import sys; sys.exit('no luck today')"),
+    )
     failed = call([*words, "--accelerator", "cpu"])
     assert failed.exit_code == 1 and "2 runs: 2 failed" in failed.output
 
@@ -159,14 +216,24 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
 
 
 def fake_run(out: Path, name: str, **plan: Any) -> Run:
-    run = Run(name, validate({k: v for k, v in BASE.items() if k != "small"} | {"name": name}), out)
+    run = Run(
+        name,
+        validate({k: v for k, v in BASE.items() if k != "small"} | {"name": name}),
+        out,
+    )
     run.folder.mkdir()
-    (run.folder / "plan.json").write_text(json.dumps({"hash": run.experiment.hash, **plan}))
+    (run.folder / "plan.json").write_text(
+        json.dumps({"hash": run.experiment.hash, **plan})
+    )
     return run
 
 
 def starts(run: Run) -> list[tuple[float, int]]:
-    lines = (run.folder / "starts").read_text().splitlines() if (run.folder / "starts").exists() else []
+    lines = (
+        (run.folder / "starts").read_text().splitlines()
+        if (run.folder / "starts").exists()
+        else []
+    )
     return [(float(line.split()[0]), int(line.split()[1])) for line in lines]
 
 
@@ -177,7 +244,10 @@ def all_of(runs: list[Run], jobs: int = 1) -> list[tuple[str, str]]:
 
 def alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            not in "ZX"
+        )
     except OSError:
         return False
 
@@ -194,17 +264,26 @@ def test_a_killed_run_is_tried_again_and_the_others_go_on(
     assert [state for state, _ in ended] == ["finished", "failed", "failed", "finished"]
     assert [len(starts(run)) for run in runs] == [3, 3, 1, 1]
     assert ended[1][1].startswith("was killed by SIGKILL, perhaps for want of memory")
-    assert ended[2][1].startswith("RuntimeError: no such luck") and "log.txt" in ended[2][1]
+    assert (
+        ended[2][1].startswith("RuntimeError: no such luck")
+        and "log.txt" in ended[2][1]
+    )
     assert (killed.folder / "log.txt").read_text().count("--- ") == 3
     told = capsys.readouterr().err
-    assert told.count("started again") == 4 and f"{killed.folder.name}: finished" in told
+    assert (
+        told.count("started again") == 4 and f"{killed.folder.name}: finished" in told
+    )
 
 
-def test_a_command_that_ends_well_without_a_record_has_failed(fake: Callable[..., Run]) -> None:
+def test_a_command_that_ends_well_without_a_record_has_failed(
+    fake: Callable[..., Run],
+) -> None:
     assert all_of([fake("other", hash="of another config")])[0][0] == "failed"
 
 
-def test_a_folder_that_cannot_be_written_fails_one_run_only(fake: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_fails_one_run_only(
+    fake: Callable[..., Run], tmp_path: Path
+) -> None:
     blocked, good = fake("blocked"), fake("good")
     (blocked.folder / "config.yaml").mkdir()
     assert [state for state, _ in all_of([blocked, good])] == ["failed", "finished"]
@@ -221,10 +300,14 @@ def test_states(fake: Callable[..., Run]) -> None:
     assert all_of([run]) == [("skipped", "")]
 
 
-def test_a_run_is_left_to_the_call_that_is_at_work_on_it(fake: Callable[..., Run]) -> None:
+def test_a_run_is_left_to_the_call_that_is_at_work_on_it(
+    fake: Callable[..., Run],
+) -> None:
     run = fake("a")
     with run.claimed():
-        assert all_of([run]) == [("running", "another call is at work on it")] and not starts(run)
+        assert all_of([run]) == [
+            ("running", "another call is at work on it")
+        ] and not starts(run)
     assert all_of([run])[0][0] == "finished"
 
 
@@ -233,7 +316,9 @@ def planned(folder: Path, *over: str, **plan: Any) -> list[Run]:
     runs = points(folder, *over)
     for run in runs:
         run.folder.mkdir(parents=True)
-        (run.folder / "plan.json").write_text(json.dumps({"hash": run.experiment.hash, **plan}))
+        (run.folder / "plan.json").write_text(
+            json.dumps({"hash": run.experiment.hash, **plan})
+        )
     return runs
 
 
@@ -246,10 +331,25 @@ def test_jobs_and_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5,7")
     assert visible_gpus("auto") == ("3", "5", "7") and visible_gpus("cpu") == ()
     runs = planned(tmp_path, "seed=[0, 1, 2, 3, 4, 5]", steps=5, pause=0.1)
-    assert sweep(tmp_path / "config.yaml", tmp_path / "out", ["seed=[0, 1, 2, 3, 4, 5]"], jobs=4) == 0
-    spans = [(starts(run)[0][0], float((run.folder / "ended").read_text())) for run in runs]
+    assert (
+        sweep(
+            tmp_path / "config.yaml",
+            tmp_path / "out",
+            ["seed=[0, 1, 2, 3, 4, 5]"],
+            jobs=4,
+        )
+        == 0
+    )
+    spans = [
+        (starts(run)[0][0], float((run.folder / "ended").read_text())) for run in runs
+    ]
     assert max(sum(a <= begin < b for a, b in spans) for begin, _ in spans) == 4
-    assert sorted((run.folder / "gpu").read_text() for run in runs[:4]) == ["3", "3", "5", "7"]
+    assert sorted((run.folder / "gpu").read_text() for run in runs[:4]) == [
+        "3",
+        "3",
+        "5",
+        "7",
+    ]
 
 
 def test_a_limit_stops_what_runs_and_begins_nothing_that_would_not_finish(
@@ -258,7 +358,9 @@ def test_a_limit_stops_what_runs_and_begins_nothing_that_would_not_finish(
     """Runs of 30 seconds, but for the second, which goes on until it is asked to stop; by a clock of the test's own."""
     now, begun = [0.0], list[int]()
 
-    def running(run: Run, words: Any, slot: Any, wanted: Callable[[], bool]) -> tuple[str, str]:
+    def running(
+        run: Run, words: Any, slot: Any, wanted: Callable[[], bool]
+    ) -> tuple[str, str]:
         begun.append(run.experiment.seed)
         for _ in range(300 if run.experiment.seed == 1 else 30):
             if not wanted():
@@ -266,12 +368,22 @@ def test_a_limit_stops_what_runs_and_begins_nothing_that_would_not_finish(
             now[0] += 1
         return "finished", ""
 
-    monkeypatch.setattr("slimbayes.lab.sweep.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(
+        "slimbayes.lab.sweep.time", SimpleNamespace(monotonic=lambda: now[0])
+    )
     monkeypatch.setattr("slimbayes.lab.sweep.train", running)
     call = partial(sweep, write(tmp_path), tmp_path / "out", accelerator="cpu")
-    assert call(["seed=[0, 2, 3, 4]"], limit_seconds=100) == 1 and begun == [0, 2, 3]  # ten seconds are left
+    assert call(["seed=[0, 2, 3, 4]"], limit_seconds=100) == 1 and begun == [
+        0,
+        2,
+        3,
+    ]  # ten seconds are left
     assert "4 runs: 3 finished, 1 left" in capsys.readouterr().out
-    assert call(["seed=[0, 1, 2]"], limit_seconds=100) == 2 and begun[3:] == [0, 1] and now[0] == 190
+    assert (
+        call(["seed=[0, 1, 2]"], limit_seconds=100) == 2
+        and begun[3:] == [0, 1]
+        and now[0] == 190
+    )
     assert "3 runs: 1 finished, 1 stopped, 1 left" in capsys.readouterr().out
     assert call(["seed=[1]"]) == 0
     for never in (0.0, -1.0, float("nan")):
@@ -281,9 +393,15 @@ def test_a_limit_stops_what_runs_and_begins_nothing_that_would_not_finish(
 
 def test_a_checkpoint_that_is_kept_is_there(tmp_path: Path) -> None:
     (run,) = planned(tmp_path, "seed=[0]")
-    assert launch._outcome(run, launch.STOPPED) == ("stopped", "was asked to stop; there is no checkpoint yet")
+    assert launch._outcome(run, launch.STOPPED) == (
+        "stopped",
+        "was asked to stop; there is no checkpoint yet",
+    )
     (run.folder / "checkpoints" / "step-00000001").mkdir(parents=True)
-    assert launch._outcome(run, launch.STOPPED) == ("stopped", "was asked to stop; its checkpoint is kept")
+    assert launch._outcome(run, launch.STOPPED) == (
+        "stopped",
+        "was asked to stop; its checkpoint is kept",
+    )
 
 
 def test_a_name_that_looks_like_a_number_reaches_the_run_as_text(
@@ -296,15 +414,25 @@ def test_a_name_that_looks_like_a_number_reaches_the_run_as_text(
 
 
 def swept(folder: Path) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # background jobs of a shell ignore it
     launch.COMMAND = FAKE
-    sweep(folder / "config.yaml", folder / "out", ["seed=[0, 1, 2]"], jobs=2, accelerator="cpu")
+    sweep(
+        folder / "config.yaml",
+        folder / "out",
+        ["seed=[0, 1, 2]"],
+        jobs=2,
+        accelerator="cpu",
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_sweep_leaves_checkpoints_and_no_processes(tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interrupted_sweep_leaves_checkpoints_and_no_processes(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     runs = planned(tmp_path, "seed=[0, 1, 2]", steps=100_000)
     process = forks.start(swept, tmp_path)
     until = time.monotonic() + 60
@@ -315,7 +443,10 @@ def test_an_interrupted_sweep_leaves_checkpoints_and_no_processes(tmp_path: Path
     os.kill(process.pid, number)
     process.join(60)
     assert process.exitcode not in (0, None)
-    while not all((run.folder / "asked").exists() and not alive(starts(run)[0][1]) for run in runs[:2]):
+    while not all(
+        (run.folder / "asked").exists() and not alive(starts(run)[0][1])
+        for run in runs[:2]
+    ):
         assert time.monotonic() < until
         time.sleep(0.05)
     assert not starts(runs[2])
@@ -327,16 +458,27 @@ def test_two_calls_share_the_work(fake: Callable[..., Run]) -> None:
     runs = [fake(str(n), steps=5, pause=0.05) for n in range(6)]
     with ThreadPoolExecutor(2) as pool:
         calls = list(pool.map(all_of, [runs, runs]))
-    assert [len(starts(run)) for run in runs] == [1] * 6 and {run.state for run in runs} == {"finished"}
+    assert [len(starts(run)) for run in runs] == [1] * 6 and {
+        run.state for run in runs
+    } == {"finished"}
     assert all(("finished", "") in ended for ended in calls)
     assert sum(state == "finished" for ended in calls for state, _ in ended) == 6
-    assert {state for ended in calls for state, _ in ended} <= {"finished", "skipped", "running"}
+    assert {state for ended in calls for state, _ in ended} <= {
+        "finished",
+        "skipped",
+        "running",
+    }
 
 
-def test_a_run_that_will_not_stop_is_killed(fake: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_will_not_stop_is_killed(
+    fake: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launch, "GRACE", 0.5)
     deaf = fake("deaf", deaf=True, steps=10_000)
-    assert train(deaf, wanted=lambda: not (deaf.folder / "checkpoints").exists())[0] == "stopped"
+    assert (
+        train(deaf, wanted=lambda: not (deaf.folder / "checkpoints").exists())[0]
+        == "stopped"
+    )
     assert not (deaf.folder / "asked").exists() and not alive(starts(deaf)[0][1])
 
 
@@ -349,7 +491,12 @@ def test_a_sweep_with_a_kill_and_a_second_call(
 ) -> None:
     """Kill a real run as soon as it has started: it is started again; then call again. Forks import nothing."""
     monkeypatch.setenv("COLUMNS", "200")
-    file, out, plain, first = write(tmp_path), tmp_path / "out", launch._process, list[int]()
+    file, out, plain, first = (
+        write(tmp_path),
+        tmp_path / "out",
+        launch._process,
+        list[int](),
+    )
 
     def killing(*given: Any) -> Any:
         process = plain(*given)
@@ -359,11 +506,19 @@ def test_a_sweep_with_a_kill_and_a_second_call(
         first.append(len(first))
         return process
 
-    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": forks.Popen}))
+    monkeypatch.setattr(
+        launch,
+        "subprocess",
+        SimpleNamespace(**vars(subprocess) | {"Popen": forks.Popen}),
+    )
     monkeypatch.setattr(launch, "_process", killing)
     assert sweep(file, out, accelerator="cpu") == 0
     told = capsys.readouterr()
-    assert "1 runs: 1 finished" in told.out and "started again" in told.err and len(first) == 2
+    assert (
+        "1 runs: 1 finished" in told.out
+        and "started again" in told.err
+        and len(first) == 2
+    )
     (digits,) = points(tmp_path)
     record = read(digits.folder)
     assert record.name == "try" and len(record.curve) == 2

@@ -26,32 +26,57 @@ from slimbayes.report import record
 
 def test_scaling_and_limits() -> None:
     task = open_task(experiment(data={"train_limit": None, "validation": 0.2}).data)
-    assert (len(task.train), len(task.validation or ()), len(task.test)) == (800, 200, 100)
+    assert (len(task.train), len(task.validation or ()), len(task.test)) == (
+        800,
+        200,
+        100,
+    )
     assert isinstance(task.train, Split)
     scaled = task.scaling(task.train.x)
-    assert float(scaled.mean()) == pytest.approx(0, abs=1e-5) and float(scaled.std(correction=0)) == pytest.approx(
-        1, abs=1e-5
-    )
+    assert float(scaled.mean()) == pytest.approx(0, abs=1e-5) and float(
+        scaled.std(correction=0)
+    ) == pytest.approx(1, abs=1e-5)
     assert Scaling()(task.train.x).max() <= 1
 
 
 def test_tables_of_ones_own_are_standardised() -> None:
-    x = torch.randn(40, 3) * torch.tensor([1.0, 50.0, 0.0]) + torch.tensor([0.0, 300.0, 7.0])
-    data = Dataset(
-        "mine", {"train": Split(x, torch.arange(40) % 2), "test": Split(x[:5], torch.zeros(5, dtype=torch.int64))}
+    x = torch.randn(40, 3) * torch.tensor([1.0, 50.0, 0.0]) + torch.tensor(
+        [0.0, 300.0, 7.0]
     )
-    task = open_task(experiment(data={"name": "mine", "train_limit": None, "test_limit": None}).data, None, data)
+    data = Dataset(
+        "mine",
+        {
+            "train": Split(x, torch.arange(40) % 2),
+            "test": Split(x[:5], torch.zeros(5, dtype=torch.int64)),
+        },
+    )
+    task = open_task(
+        experiment(data={"name": "mine", "train_limit": None, "test_limit": None}).data,
+        None,
+        data,
+    )
     scaled = task.scaling(x)
     torch.testing.assert_close(scaled.mean(0), torch.zeros(3), atol=1e-5, rtol=0)
-    torch.testing.assert_close(scaled.std(0, correction=0), torch.tensor([1.0, 1.0, 0.0]))
-    left = experiment(data={"name": "mine", "train_limit": None, "test_limit": None, "scaling": "unit"}).data
+    torch.testing.assert_close(
+        scaled.std(0, correction=0), torch.tensor([1.0, 1.0, 0.0])
+    )
+    left = experiment(
+        data={
+            "name": "mine",
+            "train_limit": None,
+            "test_limit": None,
+            "scaling": "unit",
+        }
+    ).data
     assert torch.equal(open_task(left, None, data).scaling(x), x)
 
 
 def test_a_table_of_ones_own_brings_its_names() -> None:
     rows = Split(torch.randn(6, 2), torch.arange(6) % 2)
     assert open_task(
-        Data(name="mine"), None, Dataset("mine", {"train": rows, "test": rows}, columns=("a", "b"))
+        Data(name="mine"),
+        None,
+        Dataset("mine", {"train": rows, "test": rows}, columns=("a", "b")),
     ).columns == ("a", "b")
 
 
@@ -83,7 +108,9 @@ def training(root: Path, workers: int = 0) -> Training:
         "train": {"epochs": 1, "batch": 8}, "evaluate": {"batch": 2},
     })  # fmt: skip
     execution = replace(CPU, workers=workers, data_dir=root)
-    return Training(validate(tree), root, execution, execution.fabric("32"), Watcher(), None, None)
+    return Training(
+        validate(tree), root, execution, execution.fabric("32"), Watcher(), None, None
+    )
 
 
 @pytest.mark.slow
@@ -93,7 +120,10 @@ def test_crops_of_a_wide_picture_show_its_sides(tmp_path: Path) -> None:
     batches = [x for epoch in range(3) for x, _ in here._batches(epoch, 0)]
     x = torch.cat(batches)
     assert x.dtype == torch.uint8 and x.shape == (48, 3, 28, 28)
-    left, right = (x == 255).any(1).flatten(1).any(1), (x == 128).any(1).flatten(1).any(1)
+    left, right = (
+        (x == 255).any(1).flatten(1).any(1),
+        (x == 128).any(1).flatten(1).any(1),
+    )
     assert 10 < int(left.sum()) < 48 and 10 < int(right.sum()) < 48
     assert not torch.equal(batches[0], batches[2]), "another epoch, other crops"
     rows, _ = here.stepper.rows((batches[0], torch.zeros(8, dtype=torch.long)))
@@ -103,19 +133,29 @@ def test_crops_of_a_wide_picture_show_its_sides(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_crop_does_not_depend_on_who_decodes_it(tmp_path: Path) -> None:
     write_wide_pictures(tmp_path, count=4)
-    alone, helped = (next(training(tmp_path, workers)._batches(0, 0))[0] for workers in (0, 2))
+    alone, helped = (
+        next(training(tmp_path, workers)._batches(0, 0))[0] for workers in (0, 2)
+    )
     assert torch.equal(alone, helped)
 
 
 def test_a_crop_of_all_is_the_picture_itself(tmp_path: Path) -> None:
     from PIL import Image
 
-    file, pixels = tmp_path / "a.png", np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+    file, pixels = (
+        tmp_path / "a.png",
+        np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8),
+    )
     Image.fromarray(pixels).save(file)
     picture = torch.from_numpy(pixels).permute(2, 0, 1)
     same = read_crop(file, 40, scale=(1.0, 1.0), ratio=(1.0, 1.0), flip=False)
-    mirrored = {tuple(read_crop(file, 40, (1.0, 1.0), (1.0, 1.0)).flatten().tolist()) for _ in range(20)}
-    assert torch.equal(same, picture) and mirrored == {tuple(p.flatten().tolist()) for p in (picture, picture.flip(2))}
+    mirrored = {
+        tuple(read_crop(file, 40, (1.0, 1.0), (1.0, 1.0)).flatten().tolist())
+        for _ in range(20)
+    }
+    assert torch.equal(same, picture) and mirrored == {
+        tuple(p.flatten().tolist()) for p in (picture, picture.flip(2))
+    }
     with pytest.raises(ValueError, match="scale"):
         read_crop(file, 8, scale=(0.0, 1.0))
 
@@ -125,26 +165,44 @@ def test_a_square_is_torchs_resize_and_the_middle_of_it(tmp_path: Path) -> None:
     from PIL import Image
 
     small = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
-    Image.fromarray(small).resize((144, 96), Image.Resampling.BICUBIC).save(file := tmp_path / "a.png")
+    Image.fromarray(small).resize((144, 96), Image.Resampling.BICUBIC).save(
+        file := tmp_path / "a.png"
+    )
     whole = torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1)[None].float()
-    scaled = torch.nn.functional.interpolate(whole, (64, 96), mode="bilinear", antialias=True)[0, :, 4:60, 20:76]
+    scaled = torch.nn.functional.interpolate(
+        whole, (64, 96), mode="bilinear", antialias=True
+    )[0, :, 4:60, 20:76]
     difference = (read_square(file, 56, 7 / 8).float() - scaled).abs()
     assert difference.max() <= 1, "Pillow rounds after each direction"
 
 
 def test_the_last_rows_can_be_held_out() -> None:
     whole = open_task(experiment(data={"train_limit": None}).data).train
-    task = open_task(experiment(data={"train_limit": None, "validation": 0.2, "held_out": "last"}).data)
-    assert isinstance(whole, Split) and isinstance(task.train, Split) and isinstance(task.validation, Split)
-    assert torch.equal(task.validation.x, whole.x[800:]) and torch.equal(task.train.y, whole.y[:800])
+    task = open_task(
+        experiment(
+            data={"train_limit": None, "validation": 0.2, "held_out": "last"}
+        ).data
+    )
+    assert (
+        isinstance(whole, Split)
+        and isinstance(task.train, Split)
+        and isinstance(task.validation, Split)
+    )
+    assert torch.equal(task.validation.x, whole.x[800:]) and torch.equal(
+        task.train.y, whole.y[:800]
+    )
 
 
 def test_folders_have_limits_and_validation_rows(tmp_path: Path) -> None:
     write_wide_pictures(tmp_path)
-    task = open_task(Data(name="imagenet", image_size=28, train_limit=12, validation=0.25), tmp_path)
+    task = open_task(
+        Data(name="imagenet", image_size=28, train_limit=12, validation=0.25), tmp_path
+    )
     assert (len(task.train), len(task.validation or ()), len(task.test)) == (9, 3, 2)
     whole = load("imagenet", tmp_path).splits["train"]
-    assert isinstance(task.train, ImageFolder) and isinstance(task.validation, ImageFolder)
+    assert isinstance(task.train, ImageFolder) and isinstance(
+        task.validation, ImageFolder
+    )
     assert isinstance(whole, ImageFolder)
     used = [*task.train.paths, *task.validation.paths]
     assert len(set(used)) == 12 and set(used) <= set(whole.paths)
@@ -154,11 +212,21 @@ def test_folders_have_limits_and_validation_rows(tmp_path: Path) -> None:
 
 
 def test_a_split_of_the_set_can_be_the_validation_rows() -> None:
-    rows = {name: Split(X[i : i + 10], torch.arange(10) % 2) for i, name in enumerate(("train", "test", "b"))}
+    rows = {
+        name: Split(X[i : i + 10], torch.arange(10) % 2)
+        for i, name in enumerate(("train", "test", "b"))
+    }
     data = Dataset("mine", rows, ("n", "y"))
     task = open_task(Data(name="mine", validation="b"), None, data)
-    assert isinstance(task.validation, Split) and torch.equal(task.validation.x, X[2:12]) and len(task.train) == 10
-    with_b, without = (open_task(Data(name="mine", validation=v), None, data).sha256 for v in ("b", 0.0))
+    assert (
+        isinstance(task.validation, Split)
+        and torch.equal(task.validation.x, X[2:12])
+        and len(task.train) == 10
+    )
+    with_b, without = (
+        open_task(Data(name="mine", validation=v), None, data).sha256
+        for v in ("b", 0.0)
+    )
     assert with_b != without, "a run knows which rows chose its weights"
     with pytest.raises(ValueError, match="no split 'c'"):
         open_task(Data(name="mine", validation="c"), None, data)
@@ -167,20 +235,41 @@ def test_a_split_of_the_set_can_be_the_validation_rows() -> None:
 def test_bags_are_a_choice_of_the_config(tmp_path: Path) -> None:
     (tmp_path / "physionet2012").mkdir()
     outcomes = write_text(tmp_path / "physionet2012") / "Outcomes-a.txt"
-    outcomes.write_text(outcomes.read_text().replace("-1,1\n", "-1,0\n", 1))  # else all who are trained on died
+    outcomes.write_text(
+        outcomes.read_text().replace("-1,1\n", "-1,0\n", 1)
+    )  # else all who are trained on died
     hourly, daily = (
-        open_task(Data.model_validate({"name": "physionet2012", "validation": "validation"} | more), tmp_path)
-        for more in ({}, {"bags": {"precision": 24.0, "aggregate_older_than": 36.0, "tokens_per_bag": 3}})
+        open_task(
+            Data.model_validate(
+                {"name": "physionet2012", "validation": "validation"} | more
+            ),
+            tmp_path,
+        )
+        for more in (
+            {},
+            {
+                "bags": {
+                    "precision": 24.0,
+                    "aggregate_older_than": 36.0,
+                    "tokens_per_bag": 3,
+                }
+            },
+        )
     )
     assert isinstance(hourly.train, Split) and isinstance(daily.train, Split)
     assert hourly.train.x.shape[1] == 48 and daily.train.x.shape[1:] == (3, 3)
-    assert isinstance(daily.validation, Split) and daily.validation.x.shape[1:] == (3, 3)
+    assert isinstance(daily.validation, Split) and daily.validation.x.shape[1:] == (
+        3,
+        3,
+    )
     again = Data.model_validate({"name": "physionet2012", "bags": {"precision": 24.0}})
     before = open_task(again, tmp_path).test.y.tolist()
     outcomes = tmp_path / "physionet2012" / "Outcomes-c.txt"
     outcomes.write_text(outcomes.read_text().replace("-1,1\n", "-1,0\n"))
     os.utime(outcomes, (1, 1))
-    assert before == [1] and open_task(again, tmp_path).test.y.tolist() == [0], "files that changed are read anew"
+    assert before == [1] and open_task(again, tmp_path).test.y.tolist() == [0], (
+        "files that changed are read anew"
+    )
     with pytest.raises(ValueError, match="digits"):
         open_task(Data.model_validate({"name": "digits", "bags": {}}), tmp_path)
 
@@ -202,17 +291,25 @@ def faulty(fault: str) -> Dataset:
         y = torch.full_like(y, 2)
     data = mine(x, y, *() if "bare" in fault else classes)
     if fault == "no rows":
-        return Dataset("mine", dict(data.splits) | {"test": Split(x[:0], y[:0])}, classes)
+        return Dataset(
+            "mine", dict(data.splits) | {"test": Split(x[:0], y[:0])}, classes
+        )
     if fault == "width":
-        return Dataset("mine", dict(data.splits) | {"test": Split(x[40:, :3], y[40:])}, classes)
+        return Dataset(
+            "mine", dict(data.splits) | {"test": Split(x[40:, :3], y[40:])}, classes
+        )
     if fault == "no columns":
         return mine(x[:, :0], y, *classes)
     if fault == "list":
-        return Dataset("mine", {"train": Split(x.tolist(), y), "test": data.test}, classes)  # type: ignore[arg-type]
+        return Dataset(
+            "mine", {"train": Split(x.tolist(), y), "test": data.test}, classes
+        )  # type: ignore[arg-type]
     if fault == "complex":
         return mine(x.to(torch.complex64), y, *classes)
     if fault == "target":
-        return mine(x, torch.linspace(0, 1, 60).where(torch.arange(60) != 44, nan)[:, None])
+        return mine(
+            x, torch.linspace(0, 1, 60).where(torch.arange(60) != 44, nan)[:, None]
+        )
     return data
 
 
@@ -238,10 +335,15 @@ def test_rows_that_cannot_be_used_are_refused_before_training(
 ) -> None:
     """By split, row and column: scaling must not spread a NaN over all rows before anyone looks."""
     chosen = experiment(**MINE)
-    chosen = chosen.model_copy(update={"data": chosen.data.model_copy(update={"scaling": scaling})})
+    chosen = chosen.model_copy(
+        update={"data": chosen.data.model_copy(update={"scaling": scaling})}
+    )
     with pytest.raises((ValueError, TypeError), match=told):
         fit(chosen, tmp_path / "run", CPU, network=dense(3), dataset=faulty(fault))
-    assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "steps.csv").exists()
+    assert (
+        not (tmp_path / "run" / "checkpoints").exists()
+        and not (tmp_path / "run" / "steps.csv").exists()
+    )
 
 
 class Known(nn.Module):
@@ -255,16 +357,40 @@ class Known(nn.Module):
         return self.rest(x.nan_to_num(0.0, 0.0, 0.0))
 
 
-def test_inputs_that_are_not_finite_are_taken_from_those_who_mean_it(tmp_path: Path) -> None:
-    changes = merged(MINE, {"data": {"allow_nonfinite": True}, "train": {"epochs": 1, "batch": 20}})
-    run = fit(experiment(**changes), tmp_path / "run", CPU, network=Known(), dataset=faulty("nan train"))
-    assert all(math.isfinite(value) for value in record.read(run).evaluations[0].metrics.values())
+def test_inputs_that_are_not_finite_are_taken_from_those_who_mean_it(
+    tmp_path: Path,
+) -> None:
+    changes = merged(
+        MINE, {"data": {"allow_nonfinite": True}, "train": {"epochs": 1, "batch": 20}}
+    )
+    run = fit(
+        experiment(**changes),
+        tmp_path / "run",
+        CPU,
+        network=Known(),
+        dataset=faulty("nan train"),
+    )
+    assert all(
+        math.isfinite(value)
+        for value in record.read(run).evaluations[0].metrics.values()
+    )
 
 
 def test_a_test_row_that_is_nan_is_not_called_divergence(tmp_path: Path) -> None:
-    changes = merged(MINE, {"data": {"allow_nonfinite": True}, "train": {"epochs": 1, "batch": 20}})
-    with pytest.raises(ValueError, match=r"outputs for mine test, row 5, are NaN or infinite, as is that row's input"):
-        fit(experiment(**changes), tmp_path / "run", CPU, network=dense(3), dataset=faulty("nan test"))
+    changes = merged(
+        MINE, {"data": {"allow_nonfinite": True}, "train": {"epochs": 1, "batch": 20}}
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"outputs for mine test, row 5, are NaN or infinite, as is that row's input",
+    ):
+        fit(
+            experiment(**changes),
+            tmp_path / "run",
+            CPU,
+            network=dense(3),
+            dataset=faulty("nan test"),
+        )
 
 
 def test_a_table_too_small_to_split_is_refused(tmp_path: Path) -> None:
@@ -273,7 +399,9 @@ def test_a_table_too_small_to_split_is_refused(tmp_path: Path) -> None:
         open_task(Data(name="uci/yacht"), tmp_path)
 
 
-def test_moments_of_many_numbers_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_of_many_numbers_are_those_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     whole = task_module._moments(X)
     monkeypatch.setattr(task_module, "_MANY", 10)
     for ours, theirs in zip(task_module._moments(X), whole, strict=True):
@@ -281,9 +409,20 @@ def test_moments_of_many_numbers_are_those_of_all(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_a_target_that_training_rows_do_not_vary_in_is_refused(own: bool, tmp_path: Path) -> None:
+def test_a_target_that_training_rows_do_not_vary_in_is_refused(
+    own: bool, tmp_path: Path
+) -> None:
     rows = [f"{i}.5,{2 if i < 36 else 3}.25" for i in range(40)]
-    (tmp_path / "yacht.csv").write_text("\n".join(["a,y", *(rows if own else [row[:-4] + "2.25" for row in rows])]))
-    data = Data(name="t", csv=str(tmp_path / "yacht.csv"), target="y", task="regression", held_out="last", test=0.1)
+    (tmp_path / "yacht.csv").write_text(
+        "\n".join(["a,y", *(rows if own else [row[:-4] + "2.25" for row in rows])])
+    )
+    data = Data(
+        name="t",
+        csv=str(tmp_path / "yacht.csv"),
+        target="y",
+        task="regression",
+        held_out="last",
+        test=0.1,
+    )
     with pytest.raises(ValueError, match=r"the target is 2\.25 in all training rows"):
         open_task(data if own else Data(name="uci/yacht"), tmp_path)

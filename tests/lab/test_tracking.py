@@ -29,10 +29,21 @@ def experiment(**train: Any) -> Any:
     return validate(
         {
             "name": "tracked",
-            "data": {"name": "digits", "train_limit": 150, "test_limit": 50, "validation": 0.2, "held_out": "last"},
+            "data": {
+                "name": "digits",
+                "train_limit": 150,
+                "test_limit": 50,
+                "validation": 0.2,
+                "held_out": "last",
+            },
             "model": {"kind": "mlp", "hidden": [8]},
             "method": {"kind": "KTied", "rank": 1},
-            "train": {"epochs": 2, "batch": 10, "optimizer": {"kind": "Adam", "lr": 0.02}, **train},
+            "train": {
+                "epochs": 2,
+                "batch": 10,
+                "optimizer": {"kind": "Adam", "lr": 0.02},
+                **train,
+            },
             "evaluate": {"examples": 0},
         },
         "test",
@@ -49,11 +60,18 @@ class StopAt(Watcher):
 
 
 @pytest.mark.slow
-def test_columns_are_those_of_the_definitions_and_training_does_not_notice(tmp_path: Path) -> None:
+def test_columns_are_those_of_the_definitions_and_training_does_not_notice(
+    tmp_path: Path,
+) -> None:
     tracked = fit(experiment(track=["scales", "snr"]), tmp_path / "tracked", CPU)
     plain = fit(experiment(), tmp_path / "plain", CPU)
     one, two = (load_run(folder, CPU).network for folder in (tracked, plain))
-    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            one.state_dict().values(), two.state_dict().values(), strict=True
+        )
+    )
     row = read(tracked).curve[-1]
     for name in ("dense1", "dense2"):
         site = spectrum(one)[name]
@@ -61,23 +79,35 @@ def test_columns_are_those_of_the_definitions_and_training_does_not_notice(tmp_p
         assert row[f"scales_2.{name}.weight"] == pytest.approx(site.first(2))
         assert row[f"snr.{name}"] >= 1 and row[f"snr_median.{name}"] >= 1
     scales = one.dense1.posterior["weight"].scale().detach()
-    assert row["mean_scale.dense1.weight"] == pytest.approx(float(scales.mean()), rel=1e-5)
+    assert row["mean_scale.dense1.weight"] == pytest.approx(
+        float(scales.mean()), rel=1e-5
+    )
 
     for at, expected in ((0.5, 12), (1.0, 24)):
-        numbers, _ = diagnose("tracked", Case(tracked, options={"layer": "dense1", "at": at}))
+        numbers, _ = diagnose(
+            "tracked", Case(tracked, options={"layer": "dense1", "at": at})
+        )
         curve = next(row for row in read(tracked).curve if row["step"] == expected)
         assert numbers["step"] == expected and numbers["snr"] == curve["snr.dense1"]
-        assert numbers["neg_elbo"] == pytest.approx(curve["validation_nll"] + curve["kl"])
-    with pytest.raises(ValueError, match="has noted nothing of 'dense1': set train.track"):
+        assert numbers["neg_elbo"] == pytest.approx(
+            curve["validation_nll"] + curve["kl"]
+        )
+    with pytest.raises(
+        ValueError, match="has noted nothing of 'dense1': set train.track"
+    ):
         diagnose("tracked", Case(plain, options={"layer": "dense1"}))
 
 
 @pytest.mark.slow
-def test_a_run_stopped_inside_of_the_window_ends_with_the_same_curve(tmp_path: Path) -> None:
+def test_a_run_stopped_inside_of_the_window_ends_with_the_same_curve(
+    tmp_path: Path,
+) -> None:
     chosen = experiment(track=["snr"])
     whole = read(fit(chosen, tmp_path / "whole", CPU)).curve
     with pytest.raises(Stopped):
-        fit(chosen, tmp_path / "stopped", CPU, watcher=StopAt(17))  # five steps of the second window of ten are done
+        fit(
+            chosen, tmp_path / "stopped", CPU, watcher=StopAt(17)
+        )  # five steps of the second window of ten are done
     assert read(fit(chosen, tmp_path / "stopped", CPU, resume=True)).curve == whole
 
 

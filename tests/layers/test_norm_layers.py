@@ -37,12 +37,23 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "BatchNorm2d": (lambda: nn.BatchNorm2d(C), (B, C, 3, 5)),
     "BatchNorm3d": (lambda: nn.BatchNorm3d(C), (B, C, 2, 3, 4)),
     "BatchNorm-cumulative": (lambda: nn.BatchNorm2d(C, momentum=None), (B, C, 3, 5)),
-    "BatchNorm-momentum": (lambda: nn.BatchNorm2d(C, momentum=0.7, eps=0.1), (B, C, 3, 5)),
-    "BatchNorm-no-statistics": (lambda: nn.BatchNorm2d(C, track_running_stats=False), (B, C, 3, 5)),
+    "BatchNorm-momentum": (
+        lambda: nn.BatchNorm2d(C, momentum=0.7, eps=0.1),
+        (B, C, 3, 5),
+    ),
+    "BatchNorm-no-statistics": (
+        lambda: nn.BatchNorm2d(C, track_running_stats=False),
+        (B, C, 3, 5),
+    ),
     "InstanceNorm1d": (lambda: nn.InstanceNorm1d(C, affine=True), (B, C, 5)),
-    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(C, affine=True, track_running_stats=True), (B, C, 3, 5)),
+    "InstanceNorm2d": (
+        lambda: nn.InstanceNorm2d(C, affine=True, track_running_stats=True),
+        (B, C, 3, 5),
+    ),
     "InstanceNorm2d-cumulative": (
-        lambda: nn.InstanceNorm2d(C, affine=True, track_running_stats=True, momentum=None),
+        lambda: nn.InstanceNorm2d(
+            C, affine=True, track_running_stats=True, momentum=None
+        ),
         (B, C, 3, 5),
     ),
     "InstanceNorm3d": (lambda: nn.InstanceNorm3d(C, affine=True), (B, C, 2, 3, 4)),
@@ -57,7 +68,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "RMSNorm": (lambda: nn.RMSNorm(C), (B, 5, C)),
     "RMSNorm-two-dimensions": (lambda: nn.RMSNorm((5, C), eps=0.1), (B, 5, C)),
 }
-APART = [case for case in CASES if case != "BatchNorm-no-statistics"]  # which has those of all rows in eval mode, too
+APART = [
+    case for case in CASES if case != "BatchNorm-no-statistics"
+]  # which has those of all rows in eval mode, too
 
 
 def shaken(layer: nn.Module) -> nn.Module:
@@ -84,16 +97,26 @@ def picked(layer: Any, draw: int) -> tuple[Tensor, Tensor | None]:
     z = posterior.values()
 
     def choose(own: Tensor, others: Tensor, picks: Tensor) -> Tensor:
-        stacked, flat = torch.cat([own[None], others]).flatten(1), picks[draw].expand(own.shape).flatten()
-        return torch.stack([stacked[k, i] for i, k in enumerate(flat.tolist())]).view(own.shape)
+        stacked, flat = (
+            torch.cat([own[None], others]).flatten(1),
+            picks[draw].expand(own.shape).flatten(),
+        )
+        return torch.stack([stacked[k, i] for i, k in enumerate(flat.tolist())]).view(
+            own.shape
+        )
 
     of_weight, of_bias = z.weight, z.bias
-    if z.mixed is not None and z.weight.dim() > 1:  # one pick for each element, scales first
+    if (
+        z.mixed is not None and z.weight.dim() > 1
+    ):  # one pick for each element, scales first
         of_weight, of_bias = (
-            part.view(-1, *layer.weight.shape) for part in z.weight.tensor_split([layer.weight.numel()], 1)
+            part.view(-1, *layer.weight.shape)
+            for part in z.weight.tensor_split([layer.weight.numel()], 1)
         )
     weight = choose(layer.weight, posterior.weight, of_weight)
-    return weight, None if posterior.bias is None else choose(layer.bias, posterior.bias, of_bias)
+    return weight, None if posterior.bias is None else choose(
+        layer.bias, posterior.bias, of_bias
+    )
 
 
 def with_values(plain: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
@@ -129,30 +152,42 @@ def test_one_component_is_the_plain_layer_over_many_calls(case: str, mode: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("draws", "assignment", "case"), pairwise([1, 3], ["layer", "element"], APART))
+@pytest.mark.parametrize(
+    ("draws", "assignment", "case"), pairwise([1, 3], ["layer", "element"], APART)
+)
 def test_every_draw_in_eval_mode_is_the_plain_layer_with_that_draws_values(
     case: str, assignment: str, draws: int
 ) -> None:
     plain, x = made(case)
-    layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=3, assignment=assignment, jitter=0.5)).eval()
+    layer = sb.bayesianize(
+        copy.deepcopy(plain),
+        sb.Mixture(components=3, assignment=assignment, jitter=0.5),
+    ).eval()
     plain.eval()
     y = sb.sample(layer, x, draws=draws)
     assert y.shape == (draws, *x.shape)
     for j in range(draws):
-        torch.testing.assert_close(y[j], with_values(plain, *picked(layer, j))(x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            y[j], with_values(plain, *picked(layer, j))(x), rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("assignment", "case"), each(["layer", "element"], APART))
-def test_every_row_has_its_own_draw_where_it_is_asked_for(case: str, assignment: str) -> None:
+def test_every_row_has_its_own_draw_where_it_is_asked_for(
+    case: str, assignment: str
+) -> None:
     plain, x = made(case)
     layer = sb.bayesianize(
-        copy.deepcopy(plain), sb.Mixture(components=3, assignment=assignment, draws="example", jitter=0.5)
+        copy.deepcopy(plain),
+        sb.Mixture(components=3, assignment=assignment, draws="example", jitter=0.5),
     ).eval()
     plain.eval()
     for run in (lambda: sb.sample(layer, x, draws=1)[0], lambda: layer(x)):
         y = run()
-        reference = torch.stack([with_values(plain, *picked(layer, i))(x)[i] for i in range(B)])
+        reference = torch.stack(
+            [with_values(plain, *picked(layer, i))(x)[i] for i in range(B)]
+        )
         torch.testing.assert_close(y, reference, rtol=1e-5, atol=1e-5)
 
 
@@ -176,11 +211,18 @@ def test_folded_draws_in_training_mode_normalise_over_all_rows(case: str) -> Non
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_folded_and_one_at_a_time_agree_in_eval_mode(case: str) -> None:
     layer, x = made(case)
-    sb.bayesianize(layer, sb.Mixture(components=3, assignment="model", jitter=0.5)).eval()
+    sb.bayesianize(
+        layer, sb.Mixture(components=3, assignment="model", jitter=0.5)
+    ).eval()
     torch.testing.assert_close(
-        sb.sample(layer, x, draws=2), sb.sample(layer, x, draws=2, fold=False), rtol=1e-5, atol=1e-5
+        sb.sample(layer, x, draws=2),
+        sb.sample(layer, x, draws=2, fold=False),
+        rtol=1e-5,
+        atol=1e-5,
     )
-    bare = torch.cat([layer(x) for _ in range(4)]).view(4, *x.shape)  # 4 rows for 3 members
+    bare = torch.cat([layer(x) for _ in range(4)]).view(
+        4, *x.shape
+    )  # 4 rows for 3 members
     members = sb.sample(layer, x)
     gap = (bare[:, None] - members).abs().flatten(3).amax(3)  # (calls, members, rows)
     assert gap.amin(1).max() < 1e-5
@@ -200,33 +242,50 @@ def test_gradients_equal_those_of_the_plain_layers_of_the_draws(case: str) -> No
         one = with_values(plain, *picked(layer, j))
         (one(x) * weight_of_loss[j]).sum().backward()
         expected[k] += one.weight.grad
-    torch.testing.assert_close(torch.cat([layer.weight.grad[None], posterior.weight.grad]), expected)
+    torch.testing.assert_close(
+        torch.cat([layer.weight.grad[None], posterior.weight.grad]), expected
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "tracks"), each(["InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"], [False, True])
+    ("name", "tracks"),
+    each(["InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"], [False, True]),
 )
 def test_unbatched_instance_norm(name: str, tracks: bool) -> None:
     plain = shaken(getattr(nn, name)(C, affine=True, track_running_stats=tracks))
     x = torch.randn((C, 4, 3, 2)[: 1 + int(name[-2])])
-    layer = sb.bayesianize(copy.deepcopy(plain), sb.ModelPatch(components=3, jitter=0.5))
+    layer = sb.bayesianize(
+        copy.deepcopy(plain), sb.ModelPatch(components=3, jitter=0.5)
+    )
     for net in (plain, layer):
         net.eval()
     y = layer(x)
-    torch.testing.assert_close(y, with_values(plain, *picked(layer, 0))(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        y, with_values(plain, *picked(layer, 0))(x), rtol=1e-5, atol=1e-5
+    )
 
 
-@pytest.mark.parametrize("build", [lambda: nn.LayerNorm(C), lambda: nn.RMSNorm(C), lambda: nn.LayerNorm((2, C))])
+@pytest.mark.parametrize(
+    "build",
+    [lambda: nn.LayerNorm(C), lambda: nn.RMSNorm(C), lambda: nn.LayerNorm((2, C))],
+)
 def test_a_single_vector_is_one_row(build: Any) -> None:
     plain = shaken(build())
-    layer = sb.bayesianize(copy.deepcopy(plain), sb.ModelPatch(components=3, jitter=0.5))
+    layer = sb.bayesianize(
+        copy.deepcopy(plain), sb.ModelPatch(components=3, jitter=0.5)
+    )
     x = torch.randn(plain.normalized_shape)
     y = layer(x)
-    torch.testing.assert_close(y, with_values(plain, *picked(layer, 0))(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        y, with_values(plain, *picked(layer, 0))(x), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
-@pytest.mark.parametrize("build", [lambda: nn.LayerNorm(C), lambda: nn.RMSNorm(C), lambda: nn.LayerNorm((2, C))])
+@pytest.mark.parametrize(
+    "build",
+    [lambda: nn.LayerNorm(C), lambda: nn.RMSNorm(C), lambda: nn.LayerNorm((2, C))],
+)
 def test_a_single_vector_meets_held_draws(build: Any) -> None:
     """Three draws are held; one row belongs to the first of them."""
     plain = shaken(build())
@@ -235,7 +294,9 @@ def test_a_single_vector_meets_held_draws(build: Any) -> None:
     with sb.frozen(layer, draws=3):
         y = layer(x)
         torch.testing.assert_close(y, layer(x.unsqueeze(0))[0])
-        torch.testing.assert_close(y, with_values(plain, *picked(layer, 0))(x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            y, with_values(plain, *picked(layer, 0))(x), rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -265,17 +326,32 @@ def test_statistics_that_are_turned_off_later(mode: str) -> None:
 def test_dropout_acts_on_norms_without_scales(build: Any) -> None:
     """There is nothing to patch, but their inputs can be dropped: against plain torch on the dropped input."""
     plain = build().eval()
-    net = sb.bayesianize(nn.Sequential(copy.deepcopy(plain)), sb.MCDropout(before="0", rate=0.5)).eval()
-    x = torch.rand(3, C) + 1 if not isinstance(plain, nn.InstanceNorm1d) else torch.rand(3, C, 4) + 1
+    net = sb.bayesianize(
+        nn.Sequential(copy.deepcopy(plain)), sb.MCDropout(before="0", rate=0.5)
+    ).eval()
+    x = (
+        torch.rand(3, C) + 1
+        if not isinstance(plain, nn.InstanceNorm1d)
+        else torch.rand(3, C, 4) + 1
+    )
     y = sb.sample(net, x, draws=200)
     assert y.shape == (200, *x.shape)
     assert len(y.flatten(1).unique(dim=0)) > 100
-    if isinstance(plain, nn.BatchNorm1d):  # running statistics 0 and 1: the layer is the identity
-        torch.testing.assert_close(torch.where(y == 0, 2 * x, y), 2 * x.expand_as(y), rtol=1e-4, atol=1e-4)
+    if isinstance(
+        plain, nn.BatchNorm1d
+    ):  # running statistics 0 and 1: the layer is the identity
+        torch.testing.assert_close(
+            torch.where(y == 0, 2 * x, y), 2 * x.expand_as(y), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_dropout_before_norm_means_every_norm() -> None:
-    net = nn.Sequential(nn.Linear(3, C), nn.BatchNorm1d(C, affine=False), nn.Linear(C, C), nn.BatchNorm1d(C))
+    net = nn.Sequential(
+        nn.Linear(3, C),
+        nn.BatchNorm1d(C, affine=False),
+        nn.Linear(C, C),
+        nn.BatchNorm1d(C),
+    )
     sb.bayesianize(net, sb.MCDropout(before="norm"))
     assert [isinstance(m, BayesLayer) for m in net] == [False, True, False, True]
 
@@ -287,13 +363,21 @@ def test_dropout_before_norm_means_every_norm() -> None:
 @pytest.mark.filterwarnings(
     "ignore:Mismatch dtype between input and weight:UserWarning"
 )  # torch's own RMSNorm under autocast
-@pytest.mark.parametrize(("kind", "draws", "case"), pairwise(["bfloat16", "autocast"], [1, 3], APART))
-def test_half_precision_has_the_plain_layers_type_and_values(case: str, kind: str, draws: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "draws", "case"), pairwise(["bfloat16", "autocast"], [1, 3], APART)
+)
+def test_half_precision_has_the_plain_layers_type_and_values(
+    case: str, kind: str, draws: int
+) -> None:
     plain, x = made(case)
-    layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=3, jitter=0.5)).eval()
+    layer = sb.bayesianize(
+        copy.deepcopy(plain), sb.Mixture(components=3, jitter=0.5)
+    ).eval()
     plain.eval()
     exact = sb.sample(layer, x, draws=draws)  # sets the picks that `picked` reads
-    reference = torch.stack([with_values(plain, *picked(layer, j))(x) for j in range(draws)])
+    reference = torch.stack(
+        [with_values(plain, *picked(layer, j))(x) for j in range(draws)]
+    )
     torch.testing.assert_close(exact, reference, rtol=1e-5, atol=1e-5)
     x = x.bfloat16()
     if kind == "bfloat16":
@@ -301,7 +385,9 @@ def test_half_precision_has_the_plain_layers_type_and_values(case: str, kind: st
     with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
         y, one = sb.sample(layer, x, draws=draws), plain(x)
     assert y.dtype == one.dtype
-    reference = torch.stack([with_values(plain, *picked(layer, j)).float()(x.float()) for j in range(draws)])
+    reference = torch.stack(
+        [with_values(plain, *picked(layer, j)).float()(x.float()) for j in range(draws)]
+    )
     torch.testing.assert_close(y.float(), reference, rtol=0.03, atol=0.1)
 
 
@@ -320,20 +406,33 @@ def test_norms_of_different_precision_keep_theirs(draws: int) -> None:
     x, seen = torch.randn(4, C).bfloat16(), []
     net.b.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     y = sb.sample(net, x, draws=draws)
-    for j, one in enumerate(seen[-1].unflatten(0, (draws, 4))):  # the call itself, after those that located rows
-        torch.testing.assert_close(y[j], with_values(nn.LayerNorm(C), *picked(net.b, j))(one), rtol=1e-5, atol=1e-5)
+    for j, one in enumerate(
+        seen[-1].unflatten(0, (draws, 4))
+    ):  # the call itself, after those that located rows
+        torch.testing.assert_close(
+            y[j],
+            with_values(nn.LayerNorm(C), *picked(net.b, j))(one),
+            rtol=1e-5,
+            atol=1e-5,
+        )
 
 
 @pytest.mark.parametrize(
     ("draws", "build"),
     each(
         ["forward", "example"],
-        [lambda: nn.BatchNorm2d(C), lambda: nn.GroupNorm(2, C), lambda: nn.InstanceNorm2d(C, affine=True)],
+        [
+            lambda: nn.BatchNorm2d(C),
+            lambda: nn.GroupNorm(2, C),
+            lambda: nn.InstanceNorm2d(C, affine=True),
+        ],
     ),
 )
 def test_channels_last_memory_stays(build: Any, draws: str) -> None:
     plain = shaken(build()).eval()
-    layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=3, jitter=0.5, draws=draws)).eval()
+    layer = sb.bayesianize(
+        copy.deepcopy(plain), sb.Mixture(components=3, jitter=0.5, draws=draws)
+    ).eval()
     x = torch.randn(B, C, 3, 5).to(memory_format=torch.channels_last)
     torch.manual_seed(3)
     y = layer(x)
@@ -347,9 +446,13 @@ def test_folded_draws_keep_channels_last_memory() -> None:
     layer = sb.bayesianize(nn.BatchNorm2d(C), sb.Mixture(components=3)).eval()
     seen = []
     layer.register_forward_pre_hook(
-        lambda module, args: seen.append(args[0].is_contiguous(memory_format=torch.channels_last))
+        lambda module, args: seen.append(
+            args[0].is_contiguous(memory_format=torch.channels_last)
+        )
     )
-    sb.sample(layer, torch.randn(B, C, 3, 5).to(memory_format=torch.channels_last), draws=3)
+    sb.sample(
+        layer, torch.randn(B, C, 3, 5).to(memory_format=torch.channels_last), draws=3
+    )
     assert all(seen)  # also while rows are located
 
 
@@ -397,9 +500,15 @@ def test_one_value_per_channel_cannot_be_normalised_in_training() -> None:
 # Inside transformers --------------------------------------------------------------------------------------------------
 
 
-def encoder(batch_first: bool, norm_first: bool = False, norm: bool = True) -> nn.TransformerEncoder:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=batch_first, norm_first=norm_first)
-    return shaken(nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8) if norm else None)).eval()
+def encoder(
+    batch_first: bool, norm_first: bool = False, norm: bool = True
+) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(
+        8, 2, 16, 0.0, batch_first=batch_first, norm_first=norm_first
+    )
+    return shaken(
+        nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8) if norm else None)
+    ).eval()
 
 
 class Wrapped(nn.Module):
@@ -432,9 +541,16 @@ def reference_draws(net: nn.Module, x: Tensor, draws: int) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("norm_first", "batch_first", "tokens"), pairwise([False, True], [False, True], [5, 12]))
-def test_an_encoder_with_patched_norms_equals_plain_encoders(batch_first: bool, norm_first: bool, tokens: int) -> None:
-    net = sb.bayesianize(encoder(batch_first, norm_first), sb.ModelPatch(components=3, jitter=0.5))
+@pytest.mark.parametrize(
+    ("norm_first", "batch_first", "tokens"),
+    pairwise([False, True], [False, True], [5, 12]),
+)
+def test_an_encoder_with_patched_norms_equals_plain_encoders(
+    batch_first: bool, norm_first: bool, tokens: int
+) -> None:
+    net = sb.bayesianize(
+        encoder(batch_first, norm_first), sb.ModelPatch(components=3, jitter=0.5)
+    )
     assert len(posteriors_of(net)) == 5
     x = torch.randn((B, tokens, 8) if batch_first else (tokens, B, 8))
     with torch.no_grad():
@@ -442,12 +558,16 @@ def test_an_encoder_with_patched_norms_equals_plain_encoders(batch_first: bool, 
         torch.testing.assert_close(y, reference_draws(net, x, 3), rtol=1e-4, atol=1e-5)
         torch.manual_seed(4)
         bare = net(x)
-        torch.testing.assert_close(bare, reference_draws(net, x, 1)[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            bare, reference_draws(net, x, 1)[0], rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("tokens", [5, 8, 12])
 def test_a_sequence_first_encoder_inside_a_model_equals_plain_ones(tokens: int) -> None:
-    net = sb.bayesianize(Wrapped(encoder(False)), sb.ModelPatch(components=3, jitter=0.5))
+    net = sb.bayesianize(
+        Wrapped(encoder(False)), sb.ModelPatch(components=3, jitter=0.5)
+    )
     x = torch.randn(B, tokens, 8)
     with torch.no_grad():
         y = sb.sample(net, x, draws=3)
@@ -455,8 +575,12 @@ def test_a_sequence_first_encoder_inside_a_model_equals_plain_ones(tokens: int) 
 
 
 @pytest.mark.parametrize("tokens", [5, 12])
-def test_the_norms_of_sequence_first_layers_inside_a_model_know_their_rows(tokens: int) -> None:
-    net = sb.bayesianize(Wrapped(encoder(False, norm=False)), sb.ModelPatch(components=3, jitter=0.5))
+def test_the_norms_of_sequence_first_layers_inside_a_model_know_their_rows(
+    tokens: int,
+) -> None:
+    net = sb.bayesianize(
+        Wrapped(encoder(False, norm=False)), sb.ModelPatch(components=3, jitter=0.5)
+    )
     x = torch.randn(B, tokens, 8)
     with torch.no_grad():
         y = sb.sample(net, x, draws=3)
@@ -486,7 +610,15 @@ def test_the_fast_path_of_torchs_encoder_does_not_hide_the_draws() -> None:
     net = sb.bayesianize(encoder(True), sb.ModelPatch(components=3, jitter=0.5))
     x = torch.randn(2, 5, 8)
     with torch.no_grad():
-        assert len(torch.stack([net(x) for _ in range(20)]).flatten(1).round(decimals=4).unique(dim=0)) > 5
+        assert (
+            len(
+                torch.stack([net(x) for _ in range(20)])
+                .flatten(1)
+                .round(decimals=4)
+                .unique(dim=0)
+            )
+            > 5
+        )
 
 
 # Models nobody here wrote ---------------------------------------------------------------------------------------------
@@ -539,7 +671,11 @@ def gpt2() -> nn.Module:
 
 def resnet() -> nn.Module:
     config = transformers.ResNetConfig(
-        embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", num_labels=3
+        embedding_size=4,
+        hidden_sizes=[4, 8],
+        depths=[1, 1],
+        layer_type="basic",
+        num_labels=3,
     )
     return shaken(transformers.ResNetForImageClassification(config)).eval()
 
@@ -557,10 +693,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str, int]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("patch", "cross", "model"), pairwise(["norm", "norm+output"], [False, True], MODELS))
-def test_patched_models_equal_plain_ones_draw_by_draw(model: str, cross: bool, patch: str) -> None:
+@pytest.mark.parametrize(
+    ("patch", "cross", "model"),
+    pairwise(["norm", "norm+output"], [False, True], MODELS),
+)
+def test_patched_models_equal_plain_ones_draw_by_draw(
+    model: str, cross: bool, patch: str
+) -> None:
     build, inputs, head, norms = MODELS[model]
-    net = sb.bayesianize(build(), sb.ModelPatch(components=3, cross=cross, patch=patch, jitter=0.5))
+    net = sb.bayesianize(
+        build(), sb.ModelPatch(components=3, cross=cross, patch=patch, jitter=0.5)
+    )
     converted = [r for r in sb.summary(net).rows if r.status == "converted"]
     assert len([r for r in converted if "Norm" in r.layer]) == norms
     assert [r.name for r in converted if "Norm" not in r.layer] == (
@@ -585,7 +728,9 @@ def test_patched_models_equal_plain_ones_draw_by_draw(model: str, cross: bool, p
 @pytest.mark.parametrize("model", MODELS)
 def test_patched_models_train_and_predict(model: str) -> None:
     build, inputs, _, _ = MODELS[model]
-    net = sb.bayesianize(build(), sb.ModelPatch(components=3, patch="norm+output", tau=None)).train()
+    net = sb.bayesianize(
+        build(), sb.ModelPatch(components=3, patch="norm+output", tau=None)
+    ).train()
     x = inputs()
     y = torch.randint(3, (3,)) if model != "gpt2" else x
     optimizer = torch.optim.Adam(sb.param_groups(net, weight_decay=1e-3), lr=1e-2)
@@ -606,9 +751,13 @@ def test_patched_models_train_and_predict(model: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("draws", "model"), each([1, 3], ["bert", "gpt2", "vit"]))
-def test_gradient_checkpointing_gives_the_same_gradients(model: str, draws: int) -> None:
+def test_gradient_checkpointing_gives_the_same_gradients(
+    model: str, draws: int
+) -> None:
     build, inputs, _, _ = MODELS[model]
-    net = sb.bayesianize(build(), sb.ModelPatch(components=3, patch="norm+output", jitter=0.5)).train()
+    net = sb.bayesianize(
+        build(), sb.ModelPatch(components=3, patch="norm+output", jitter=0.5)
+    ).train()
     for m in net.modules():  # dropout has noise of its own
         if isinstance(m, nn.Dropout):
             m.p = 0.0
@@ -620,7 +769,13 @@ def test_gradient_checkpointing_gives_the_same_gradients(model: str, draws: int)
         torch.manual_seed(7)
         options = {"use_cache": False} if model == "gpt2" else {}
         sb.sample(net, x, draws=draws, **options).logits.square().sum().backward()
-        grads.append({name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None})
+        grads.append(
+            {
+                name: p.grad.clone()
+                for name, p in net.named_parameters()
+                if p.grad is not None
+            }
+        )
     assert grads[0].keys() == grads[1].keys()
     assert any(".posterior." in name for name in grads[0])
     for name, grad in grads[0].items():
@@ -632,12 +787,22 @@ def test_checkpointed_batch_norm_recomputes_with_the_same_picks() -> None:
         def __init__(self, on: bool) -> None:
             super().__init__()
             self.body, self.on = (
-                nn.Sequential(nn.Linear(3, C), nn.BatchNorm1d(C), nn.Tanh(), nn.Linear(C, C), nn.LayerNorm(C)),
+                nn.Sequential(
+                    nn.Linear(3, C),
+                    nn.BatchNorm1d(C),
+                    nn.Tanh(),
+                    nn.Linear(C, C),
+                    nn.LayerNorm(C),
+                ),
                 on,
             )
 
         def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.body, x, use_reentrant=False) if self.on else self.body(x)
+            return (
+                checkpoint(self.body, x, use_reentrant=False)
+                if self.on
+                else self.body(x)
+            )
 
     plain, saving = Net(False), Net(True)
     for net in (plain, saving):
@@ -647,7 +812,10 @@ def test_checkpointed_batch_norm_recomputes_with_the_same_picks() -> None:
     x = torch.randn(8, 3)
     for net in (plain, saving):
         torch.manual_seed(2)
-        losses = [sb.sample(net, x, draws=2).square().sum(), net(x).square().sum()]  # two passes before the backward
+        losses = [
+            sb.sample(net, x, draws=2).square().sum(),
+            net(x).square().sum(),
+        ]  # two passes before the backward
         sum(losses).backward()
     for (name, p), q in zip(plain.named_parameters(), saving.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, msg=name)
@@ -662,9 +830,15 @@ class GroupNormAct(nn.GroupNorm):
 
 @pytest.mark.parametrize(("channels", "groups"), [(64, 32), (32, 2), (8, 8)])
 def test_group_norms_with_an_activation_are_norms(channels: int, groups: int) -> None:
-    model = nn.Sequential(nn.Conv2d(3, channels, 3), GroupNormAct(groups, channels), nn.Conv2d(channels, 2, 3))
+    model = nn.Sequential(
+        nn.Conv2d(3, channels, 3),
+        GroupNormAct(groups, channels),
+        nn.Conv2d(channels, 2, 3),
+    )
     sb.bayesianize(model, sb.ModelPatch(components=3))
-    assert {row.name for row in sb.summary(model).rows if row.status == "converted"} == {"1"}
+    assert {
+        row.name for row in sb.summary(model).rows if row.status == "converted"
+    } == {"1"}
 
 
 # What a converted norm layer costs ------------------------------------------------------------------------------------
@@ -677,7 +851,9 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.counts[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 
@@ -694,9 +870,15 @@ def norms(count: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 @pytest.mark.parametrize("cross", [False, True])
 def test_with_one_draw_a_norm_layer_runs_what_the_plain_layer_runs(cross: bool) -> None:
-    x, config, more = torch.randn(4, C, 3, 3), sb.ModelPatch(components=3, cross=cross), []
+    x, config, more = (
+        torch.randn(4, C, 3, 3),
+        sb.ModelPatch(components=3, cross=cross),
+        [],
+    )
     for converted in (False, True):
-        nets = [sb.bayesianize(norms(n), config) if converted else norms(n) for n in (2, 6)]
+        nets = [
+            sb.bayesianize(norms(n), config) if converted else norms(n) for n in (2, 6)
+        ]
         for net in nets:
             net(x)
         few, many = (operations(lambda net=net: net(x)) for net in nets)
@@ -707,7 +889,10 @@ def test_with_one_draw_a_norm_layer_runs_what_the_plain_layer_runs(cross: bool) 
 
 
 def test_blocks_of_rows_cost_a_norm_layer_one_operation_on_activations() -> None:
-    net, x = sb.bayesianize(norms(5), sb.ModelPatch(components=3)), torch.randn(4, C, 3, 3)
+    net, x = (
+        sb.bayesianize(norms(5), sb.ModelPatch(components=3)),
+        torch.randn(4, C, 3, 3),
+    )
     sb.sample(net, x, draws=2)
     counts = operations(lambda: sb.sample(net, x, draws=2))
     assert counts["addcmul"] == 5 and counts["native_batch_norm"] == 5
@@ -719,22 +904,39 @@ def test_running_statistics_are_folded_into_the_scales_of_blocks(bias: bool) -> 
     if not bias:
         plain.bias = None
     plain.running_mean += 3.0
-    layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=3, jitter=0.5)).eval()
+    layer = sb.bayesianize(
+        copy.deepcopy(plain), sb.Mixture(components=3, jitter=0.5)
+    ).eval()
     x = 2 * torch.randn(LARGE // C, C) + 3
     sb.sample(layer, x, draws=2)
-    assert not [name for name in operations(lambda: sb.sample(layer, x, draws=2)) if "batch_norm" in name]
+    assert not [
+        name
+        for name in operations(lambda: sb.sample(layer, x, draws=2))
+        if "batch_norm" in name
+    ]
     with sb.frozen(layer, draws=3):
         y = sb.sample(layer, x)
         for j in range(3):
-            torch.testing.assert_close(y[j], sb.write_out(layer, j).eval()(x), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                y[j], sb.write_out(layer, j).eval()(x), rtol=1e-4, atol=1e-5
+            )
 
 
 def test_a_large_mean_is_not_folded_in_half_precision() -> None:
     plain = nn.BatchNorm1d(C).eval()
     plain.running_mean += 100.0
-    layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=2, jitter=0.0)).eval().to(torch.bfloat16)
+    layer = (
+        sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=2, jitter=0.0))
+        .eval()
+        .to(torch.bfloat16)
+    )
     x = (100 + torch.randn(LARGE // C + 1, C)).to(torch.bfloat16)
-    torch.testing.assert_close(sb.sample(layer, x, draws=2)[0], plain.to(torch.bfloat16)(x), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(
+        sb.sample(layer, x, draws=2)[0],
+        plain.to(torch.bfloat16)(x),
+        rtol=2e-2,
+        atol=2e-2,
+    )
 
 
 def test_folded_statistics_still_refuse_other_channels() -> None:
@@ -745,10 +947,20 @@ def test_folded_statistics_still_refuse_other_channels() -> None:
 
 @pytest.mark.parametrize("draws", [1, 3])
 @pytest.mark.parametrize("cross", [False, True])
-def test_norm_layers_of_several_widths_are_mixed_by_their_own_picks(draws: int, cross: bool) -> None:
-    parts = [nn.LayerNorm(6), nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 10), nn.Unflatten(1, (2, 5))]
+def test_norm_layers_of_several_widths_are_mixed_by_their_own_picks(
+    draws: int, cross: bool
+) -> None:
+    parts = [
+        nn.LayerNorm(6),
+        nn.Linear(6, 3),
+        nn.BatchNorm1d(3),
+        nn.Linear(3, 10),
+        nn.Unflatten(1, (2, 5)),
+    ]
     net = nn.Sequential(*parts, nn.LayerNorm((2, 5)), nn.RMSNorm(5), nn.GroupNorm(2, 2))
-    net = sb.bayesianize(net, sb.ModelPatch(components=4, cross=cross, patch="norm", jitter=0.5))
+    net = sb.bayesianize(
+        net, sb.ModelPatch(components=4, cross=cross, patch="norm", jitter=0.5)
+    )
     x = torch.randn(4, 6)
     different = set()
     for _ in range(5):
@@ -758,9 +970,19 @@ def test_norm_layers_of_several_widths_are_mixed_by_their_own_picks(draws: int, 
             weight, bias = (None if part is None else part.detach() for part in z.mixed)
             for j in range(draws):
                 expected = picked(layer, j)
-                torch.testing.assert_close(weight if draws == 1 else weight[j], expected[0].detach(), rtol=0, atol=0)
+                torch.testing.assert_close(
+                    weight if draws == 1 else weight[j],
+                    expected[0].detach(),
+                    rtol=0,
+                    atol=0,
+                )
                 if bias is not None:
-                    torch.testing.assert_close(bias if draws == 1 else bias[j], expected[1].detach(), rtol=0, atol=0)
+                    torch.testing.assert_close(
+                        bias if draws == 1 else bias[j],
+                        expected[1].detach(),
+                        rtol=0,
+                        atol=0,
+                    )
             different.add(tuple(z.weight.flatten().tolist()))
     assert len(different) > 1
 
@@ -769,7 +991,9 @@ def test_norm_layers_of_several_widths_are_mixed_by_their_own_picks(draws: int, 
 
 
 def normed() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 2))
+    return nn.Sequential(
+        nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 2)
+    )
 
 
 @pytest.mark.parametrize(
@@ -791,21 +1015,36 @@ def test_each_draw_has_the_statistics_it_would_have_alone(config: sb.Config) -> 
         torch.optim.swa_utils.update_bn(DataLoader(x, 20), plain.eval())
     expected = torch.stack([plain.eval()(x).softmax(-1) for plain in alone])
     torch.testing.assert_close(found, expected.detach())
-    assert net.training and all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+    assert net.training and all(
+        torch.equal(t, before[name]) for name, t in net.state_dict().items()
+    )
 
 
 def test_statistics_of_the_posterior_are_those_of_all_draws_together() -> None:
     """Every batch counts alike, momentum and modes are as before, dropout is off; a plain net gets update_bn's."""
     torch.manual_seed(0)
-    net, x = sb.bayesianize(normed(), sb.Rank1(members=2, mean_init=sb.Normal(1.0, 0.5))), torch.randn(40, 3) + 2
+    net, x = (
+        sb.bayesianize(normed(), sb.Rank1(members=2, mean_init=sb.Normal(1.0, 0.5))),
+        torch.randn(40, 3) + 2,
+    )
     met: list[Tensor] = []
     net[1].register_forward_pre_hook(lambda module, args: met.append(args[0]))
     fitted = sb.refresh_norms(net, DataLoader(x, 20), draws=50, seed=5)
-    seen = [h for h in met if len(h) == 2 * 50 * 20][-2:]  # what comes before proves where rows lie
+    seen = [h for h in met if len(h) == 2 * 50 * 20][
+        -2:
+    ]  # what comes before proves where rows lie
     assert fitted[1].num_batches_tracked == 2
-    torch.testing.assert_close(fitted[1].running_mean, torch.stack([h.mean(0) for h in seen]).mean(0).detach())
-    torch.testing.assert_close(fitted[1].running_var, torch.stack([h.var(0) for h in seen]).mean(0).detach())
-    assert fitted[1].momentum == 0.1 and fitted[1].training and not net[1].running_mean.any()
+    torch.testing.assert_close(
+        fitted[1].running_mean, torch.stack([h.mean(0) for h in seen]).mean(0).detach()
+    )
+    torch.testing.assert_close(
+        fitted[1].running_var, torch.stack([h.var(0) for h in seen]).mean(0).detach()
+    )
+    assert (
+        fitted[1].momentum == 0.1
+        and fitted[1].training
+        and not net[1].running_mean.any()
+    )
     plain = sb.bayesianize(normed(), sb.Deterministic())
     ours = sb.refresh_norms(plain, DataLoader(x, 20), per="draw")
     torch.optim.swa_utils.update_bn(DataLoader(x, 20), plain)
@@ -814,12 +1053,17 @@ def test_statistics_of_the_posterior_are_those_of_all_draws_together() -> None:
 
 def test_members_with_statistics_of_their_own_keep_them_apart() -> None:
     torch.manual_seed(0)
-    methods = {"1": sb.MemberNorm(members=2), ".*": sb.BatchEnsemble(members=2, mean_init=sb.Normal(1.0, 0.5))}
+    methods = {
+        "1": sb.MemberNorm(members=2),
+        ".*": sb.BatchEnsemble(members=2, mean_init=sb.Normal(1.0, 0.5)),
+    }
     net, x = sb.bayesianize(normed(), methods), torch.randn(40, 3) + 2
     fitted = sb.refresh_norms(net, x)
     seen = sb.sample(net[:1], x)
     torch.testing.assert_close(fitted[1].running_mean, seen[0].mean(0).detach())
-    torch.testing.assert_close(fitted[1].posterior["weight"].running_mean[0], seen[1].mean(0).detach())
+    torch.testing.assert_close(
+        fitted[1].posterior["weight"].running_mean[0], seen[1].mean(0).detach()
+    )
 
 
 def test_statistics_that_fit_each_draw_mend_weight_noise_shared_by_a_batch() -> None:
@@ -828,9 +1072,13 @@ def test_statistics_that_fit_each_draw_mend_weight_noise_shared_by_a_batch() -> 
     net = nn.Sequential(nn.Linear(3, 6, bias=False), nn.BatchNorm1d(6, affine=False))
     sb.bayesianize(net, sb.MeanField(scale_init=1.0))
     x = torch.randn(500, 3) + 2
-    shared, own = (sb.refresh_norms(net, x, per=per, draws=8, seed=1) for per in ("posterior", "draw"))
+    shared, own = (
+        sb.refresh_norms(net, x, per=per, draws=8, seed=1)
+        for per in ("posterior", "draw")
+    )
     spread = [
-        sb.predict(n, x, likelihood="gaussian", draws=d, seed=1).samples.var(1) for n, d in ((shared, 8), (own, 1))
+        sb.predict(n, x, likelihood="gaussian", draws=d, seed=1).samples.var(1)
+        for n, d in ((shared, 8), (own, 1))
     ]
     assert (spread[1] - 1).abs().max() < 0.05 < 0.3 < (spread[0] - 1).abs().max()
 
@@ -851,8 +1099,15 @@ def test_torchs_average_of_weights_takes_converted_networks() -> None:
     the statistics of the averaged network, which a pass in training mode shows."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-    net, x, y = sb.bayesianize(net, sb.BatchEnsemble(members=2)), torch.randn(64, 4), torch.randint(3, (64,))
-    average, optimizer = torch.optim.swa_utils.AveragedModel(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    net, x, y = (
+        sb.bayesianize(net, sb.BatchEnsemble(members=2)),
+        torch.randn(64, 4),
+        torch.randint(3, (64,)),
+    )
+    average, optimizer = (
+        torch.optim.swa_utils.AveragedModel(net),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+    )
     seen: list[dict[str, torch.Tensor]] = []
     for _ in range(4):
         optimizer.zero_grad()
@@ -861,10 +1116,14 @@ def test_torchs_average_of_weights_takes_converted_networks() -> None:
         average.update_parameters(net)
         seen.append({name: p.detach().clone() for name, p in net.named_parameters()})
     for name, p in average.module.named_parameters():
-        torch.testing.assert_close(p.detach(), torch.stack([one[name] for one in seen]).mean(0))
+        torch.testing.assert_close(
+            p.detach(), torch.stack([one[name] for one in seen]).mean(0)
+        )
     fitted = sb.refresh_norms(average.module, x)
     hidden: list[torch.Tensor] = []
-    handle = fitted[0].register_forward_hook(lambda _module, _inputs, output: hidden.append(output.detach()))
+    handle = fitted[0].register_forward_hook(
+        lambda _module, _inputs, output: hidden.append(output.detach())
+    )
     sb.sample(fitted, x)
     handle.remove()
     torch.testing.assert_close(fitted[1].running_mean, hidden[-1].mean(0))
@@ -876,7 +1135,10 @@ class Shifted(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
-        self.gamma, self.beta = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(width))
+        self.gamma, self.beta = (
+            nn.Parameter(torch.zeros(width)),
+            nn.Parameter(torch.zeros(width)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(x) * (self.gamma + 1) + self.beta
@@ -906,11 +1168,26 @@ class Stretch(nn.Module):
 
 def test_norms_are_known_by_what_they_do_whatever_their_scales_are_called() -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), Shifted(8), nn.Linear(8, 8), Sphere(8), Stretch(8), nn.Linear(8, 3))
+    net = nn.Sequential(
+        nn.Linear(6, 8),
+        Shifted(8),
+        nn.Linear(8, 8),
+        Sphere(8),
+        Stretch(8),
+        nn.Linear(8, 3),
+    )
     x = torch.randn(5, 6)
     sb.bayesianize(net, sb.ModelPatch(components=3, jitter=0.5))
-    parts = {name: tuple(p.shape) for name, p in net.named_parameters() if "posterior" in name}
-    shapes = {"1.posterior.gamma.weight", "1.posterior.gamma.bias", "3.posterior.g.weight"}
+    parts = {
+        name: tuple(p.shape)
+        for name, p in net.named_parameters()
+        if "posterior" in name
+    }
+    shapes = {
+        "1.posterior.gamma.weight",
+        "1.posterior.gamma.bias",
+        "3.posterior.g.weight",
+    }
     assert parts == dict.fromkeys(shapes, (2, 8))
     draws = sb.sample(net, x, draws=6, seed=1)
     torch.testing.assert_close(draws, sb.sample(net, x, draws=6, seed=1, fold=False))

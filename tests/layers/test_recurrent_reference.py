@@ -27,9 +27,23 @@ def _double() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def convert(layer: nn.Module, draws: str = "example", batch_dim: int | None = None, **changes: Any) -> Any:
-    config = {"members": K, "scale_init": 0.4, "mean_init": sb.Normal(1.0, 0.5), "draws": draws} | changes
-    net = sb.bayesianize(layer, sb.Rank1(**config), **({} if batch_dim is None else {"batch_dim": batch_dim}))
+def convert(
+    layer: nn.Module,
+    draws: str = "example",
+    batch_dim: int | None = None,
+    **changes: Any,
+) -> Any:
+    config = {
+        "members": K,
+        "scale_init": 0.4,
+        "mean_init": sb.Normal(1.0, 0.5),
+        "draws": draws,
+    } | changes
+    net = sb.bayesianize(
+        layer,
+        sb.Rank1(**config),
+        **({} if batch_dim is None else {"batch_dim": batch_dim}),
+    )
     with torch.no_grad():
         for name, p in net.named_parameters():
             if "posterior" in name and name.endswith(".bias"):
@@ -66,7 +80,9 @@ def sigmoid(z: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-z))
 
 
-def cell(mode: str, gi: np.ndarray, gh: np.ndarray, h: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def cell(
+    mode: str, gi: np.ndarray, gh: np.ndarray, h: np.ndarray, c: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """One step of one row, from torch's documentation."""
     if mode == "LSTM":
         i, f, g, o = np.split(gi + gh, 4)
@@ -80,7 +96,12 @@ def cell(mode: str, gi: np.ndarray, gh: np.ndarray, h: np.ndarray, c: np.ndarray
 
 
 def loop(
-    layer: Any, x: np.ndarray, n: int, h0: np.ndarray, c0: np.ndarray, hide: bool = False
+    layer: Any,
+    x: np.ndarray,
+    n: int,
+    h0: np.ndarray,
+    c0: np.ndarray,
+    hide: bool = False,
 ) -> tuple[np.ndarray, ...]:
     """A sequence (T', D) of one row under draw n: outputs (T', directions * U), last h and last c (layers * directions,
     U)."""
@@ -89,7 +110,10 @@ def loop(
         sides = []
         x = x * 0 if hide and i else x
         for suffix in ("", "_reverse")[: 2 if layer.bidirectional else 1]:
-            (wi, bi), (wh, bh) = (drawn_weight(layer, f"weight_{kind}_l{i}{suffix}", n) for kind in ("ih", "hh"))
+            (wi, bi), (wh, bh) = (
+                drawn_weight(layer, f"weight_{kind}_l{i}{suffix}", n)
+                for kind in ("ih", "hh")
+            )
             h, c, out = h0[index], c0[index], np.zeros((len(x), len(h0[index])))
             for t in reversed(range(len(x))) if suffix else range(len(x)):
                 h, c = cell(layer.mode, wi @ x[t] + bi, wh @ h + bh, h, c)
@@ -118,7 +142,10 @@ SHAPES = [
 # Every kind in every shape, each with one way to draw, and each way with every kind and every shape.
 every_pair = pytest.mark.parametrize(
     ("kind", "options", "shape", "draws"),
-    [(*kind, shape, draws) for kind, shape, draws in pairwise(KINDS, SHAPES, ["example", "member"])],
+    [
+        (*kind, shape, draws)
+        for kind, shape, draws in pairwise(KINDS, SHAPES, ["example", "member"])
+    ],
 )
 
 
@@ -154,13 +181,21 @@ def test_additive_factors_shift_both_matrices(
     """F18, A.2: W (x + s) + r and U (h + s') + r', also where the layer has no bias of its own."""
     first = 0 if shape.get("batch_first") else 1
     layer = kind(D, U, **options, **shape)
-    net = convert(layer, draws, batch_dim=first, perturbation="additive", mean_init=sb.Normal(0.0, 0.5))
+    net = convert(
+        layer,
+        draws,
+        batch_dim=first,
+        perturbation="additive",
+        mean_init=sb.Normal(0.0, 0.5),
+    )
     x = torch.randn(B, T, D)
     y, state = sb.sample(net, x if first == 0 else x.transpose(0, 1))
     y = y if first == 0 else y.transpose(1, 2)
     zeros = np.zeros(((state[0] if kind is nn.LSTM else state).shape[1], U))
     for j, b in itertools.product(range(K), range(B)):
-        out, *_ = loop(net, array(x[b]), draw_of_row(net, j * B + b, K * B), zeros, zeros)
+        out, *_ = loop(
+            net, array(x[b]), draw_of_row(net, j * B + b, K * B), zeros, zeros
+        )
         np.testing.assert_allclose(array(y[j, b]), out, atol=1e-12)
 
 
@@ -173,14 +208,18 @@ def test_packed_sequences_with_states_equal_the_slow_loop(
     end."""
     net, lengths = convert(kind(D, U, **options, **shape), draws), [2, 4, 1, 3, 4]
     x, (h0, c0) = torch.randn(5, T, D), states(net, 5)
-    packed = pack_padded_sequence(x, torch.tensor(lengths), batch_first=True, enforce_sorted=False)
+    packed = pack_padded_sequence(
+        x, torch.tensor(lengths), batch_first=True, enforce_sorted=False
+    )
     y, state = net(packed, (h0, c0) if kind is nn.LSTM else h0)
     padded, seen = pad_packed_sequence(y, batch_first=True)
     assert seen.tolist() == lengths
     h = state[0] if kind is nn.LSTM else state
     for b, length in enumerate(lengths):
         n = draw_of_row(net, b, 5)
-        out, last_h, last_c = loop(net, array(x[b, :length]), n, array(h0[:, b]), array(c0[:, b]))
+        out, last_h, last_c = loop(
+            net, array(x[b, :length]), n, array(h0[:, b]), array(c0[:, b])
+        )
         np.testing.assert_allclose(array(padded[b, :length]), out, atol=1e-12)
         assert padded[b, length:].abs().sum() == 0
         np.testing.assert_allclose(array(h[:, b]), last_h, atol=1e-12)
@@ -196,8 +235,12 @@ class Tagger(nn.Module):
         self.lstm = nn.LSTM(D, U, bidirectional=True)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        return pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=T)[0]
+        packed = pack_padded_sequence(
+            x, lengths, batch_first=True, enforce_sorted=False
+        )
+        return pad_packed_sequence(
+            self.lstm(packed)[0], batch_first=True, total_length=T
+        )[0]
 
 
 @pytest.mark.parametrize("draws", ["example", "member"])
@@ -208,34 +251,55 @@ def test_models_that_pack_inside_are_sampled_row_by_row(draws: str) -> None:
     y = sb.sample(net, x, lengths)
     zeros = np.zeros((2, U))
     for j, b in itertools.product(range(K), range(B)):
-        out, *_ = loop(net.lstm, array(x[b, : lengths[b]]), draw_of_row(net.lstm, j * B + b, K * B), zeros, zeros)
+        out, *_ = loop(
+            net.lstm,
+            array(x[b, : lengths[b]]),
+            draw_of_row(net.lstm, j * B + b, K * B),
+            zeros,
+            zeros,
+        )
         np.testing.assert_allclose(array(y[j, b, : lengths[b]]), out, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 @pytest.mark.parametrize("draws", ["example", "member"])
 @pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_unbatched_sequences_equal_the_slow_loop(kind: type, options: dict[str, Any], draws: str) -> None:
+def test_unbatched_sequences_equal_the_slow_loop(
+    kind: type, options: dict[str, Any], draws: str
+) -> None:
     """F18: (T, D) is one row, with states of shape (layers, U)."""
     net = convert(nn.Sequential(kind(D, U, num_layers=2, **options)), draws)[0]
     x, (h0, c0) = torch.randn(T, D), states(net, 1)
     y, state = net(x, (h0[:, 0], c0[:, 0]) if kind is nn.LSTM else h0[:, 0])
     out, last_h, _ = loop(net, array(x), 0, array(h0[:, 0]), array(c0[:, 0]))
     np.testing.assert_allclose(array(y), out, atol=1e-12)
-    np.testing.assert_allclose(array(state[0] if kind is nn.LSTM else state), last_h, atol=1e-12)
+    np.testing.assert_allclose(
+        array(state[0] if kind is nn.LSTM else state), last_h, atol=1e-12
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draws", ["example", "member"])
 @pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_dropout_between_layers_spares_the_last(kind: type, options: dict[str, Any], draws: str) -> None:
+def test_dropout_between_layers_spares_the_last(
+    kind: type, options: dict[str, Any], draws: str
+) -> None:
     """F18: at rate one the second layer sees zeros in training, and the first layer's outputs in eval."""
-    net = convert(kind(D, U, num_layers=2, dropout=1.0, batch_first=True, **options), draws)
+    net = convert(
+        kind(D, U, num_layers=2, dropout=1.0, batch_first=True, **options), draws
+    )
     x, zeros = torch.randn(B, T, D), np.zeros((2, U))
     for training in (True, False):
         y = sb.sample(net.train(training), x)[0]
         for j, b in itertools.product(range(K), range(B)):
-            out, *_ = loop(net, array(x[b]), draw_of_row(net, j * B + b, K * B), zeros, zeros, hide=training)
+            out, *_ = loop(
+                net,
+                array(x[b]),
+                draw_of_row(net, j * B + b, K * B),
+                zeros,
+                zeros,
+                hide=training,
+            )
             np.testing.assert_allclose(array(y[j, b]), out, atol=1e-12)
 
 
@@ -253,14 +317,22 @@ def test_a_draw_is_constant_over_time_and_fresh_for_every_sequence(draws: str) -
     torch.testing.assert_close(y, y[:, :, :1].expand_as(y), rtol=0, atol=0)
     rows = y[:, :, 0].flatten(0, 1)
     others = torch.cdist(rows, rows)
-    same = torch.block_diag(*[torch.ones(B, B)] * K) if draws == "member" else torch.eye(K * B)
+    same = (
+        torch.block_diag(*[torch.ones(B, B)] * K)
+        if draws == "member"
+        else torch.eye(K * B)
+    )
     assert bool((others[same == 0] > 1e-3).all())
     assert bool((others[same == 1] < 1e-7).all())
     assert (sb.sample(net, x)[0] - y).abs().amax((2, 3)).min() > 1e-3
 
 
-@pytest.mark.parametrize(("layers", "bidirectional"), [(1, False), (2, False), (2, True)])
-def test_every_layer_and_direction_pays_four_kl_terms(layers: int, bidirectional: bool) -> None:
+@pytest.mark.parametrize(
+    ("layers", "bidirectional"), [(1, False), (2, False), (2, True)]
+)
+def test_every_layer_and_direction_pays_four_kl_terms(
+    layers: int, bidirectional: bool
+) -> None:
     """F18: r and s of the input and of the recurrent matrix; r has an entry for every gate, s for every input."""
     net = convert(nn.LSTM(D, U, layers, bidirectional=bidirectional))
     directions = 2 if bidirectional else 1
@@ -272,7 +344,9 @@ def test_every_layer_and_direction_pays_four_kl_terms(layers: int, bidirectional
         assert posterior.s.loc.shape == (K, 1, n_in)
         for factor in (posterior.r, posterior.s):
             scale = torch.log1p(factor.rho.exp()) + 1e-7
-            term = td.kl_divergence(td.Normal(factor.loc, scale), td.Normal(1.0, 0.1)).sum()
+            term = td.kl_divergence(
+                td.Normal(factor.loc, scale), td.Normal(1.0, 0.1)
+            ).sum()
             assert term > 0
             total += term.item()
     assert sb.kl(net).item() == pytest.approx(total, rel=1e-12)
@@ -280,15 +354,28 @@ def test_every_layer_and_direction_pays_four_kl_terms(layers: int, bidirectional
 
 def test_one_member_at_a_point_mass_is_torchs_cell() -> None:
     """F18: K = 1, unit point factors, stepped by nn.LSTMCell, nn.GRUCell and nn.RNNCell."""
-    for layer_kind, cell_kind in ((nn.LSTM, nn.LSTMCell), (nn.GRU, nn.GRUCell), (nn.RNN, nn.RNNCell)):
+    for layer_kind, cell_kind in (
+        (nn.LSTM, nn.LSTMCell),
+        (nn.GRU, nn.GRUCell),
+        (nn.RNN, nn.RNNCell),
+    ):
         layer, plain = layer_kind(D, U), cell_kind(D, U)
-        plain.load_state_dict({n.removesuffix("_l0"): p for n, p in layer.state_dict().items()})
-        net = sb.bayesianize(layer, sb.BatchEnsemble(members=1, mean_init=sb.Point(1.0)), batch_dim=1)
+        plain.load_state_dict(
+            {n.removesuffix("_l0"): p for n, p in layer.state_dict().items()}
+        )
+        net = sb.bayesianize(
+            layer, sb.BatchEnsemble(members=1, mean_init=sb.Point(1.0)), batch_dim=1
+        )
         x, state = torch.randn(T, B, D), None
         y, _ = net(x)
         for t in range(T):
             state = plain(x[t], state)
-            torch.testing.assert_close(y[t], state[0] if cell_kind is nn.LSTMCell else state, rtol=0, atol=1e-14)
+            torch.testing.assert_close(
+                y[t],
+                state[0] if cell_kind is nn.LSTMCell else state,
+                rtol=0,
+                atol=1e-14,
+            )
 
 
 # Cells ----------------------------------------------------------------------------------------------------------------
@@ -331,7 +418,10 @@ def test_unrolled_cells_equal_the_slow_loop(
     assert set(net.cell.posterior) == {"weight_ih", "weight_hh"}
     for j, b in itertools.product(range(K), range(B)):
         n = draw_of_row(net.cell, j * B + b, K * B)
-        (wi, bi), (wh, bh) = drawn_weight(net.cell, "weight_ih", n), drawn_weight(net.cell, "weight_hh", n)
+        (wi, bi), (wh, bh) = (
+            drawn_weight(net.cell, "weight_ih", n),
+            drawn_weight(net.cell, "weight_hh", n),
+        )
         h, c = np.zeros(U), np.zeros(U)
         for t in range(T):
             h, c = cell(mode, wi @ array(x[b, t]) + bi, wh @ h + bh, h, c)
@@ -340,14 +430,21 @@ def test_unrolled_cells_equal_the_slow_loop(
 
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 @pytest.mark.parametrize(("kind", "mode", "options"), CELLS)
-def test_unbatched_cells_take_vectors(kind: type, mode: str, options: dict[str, Any]) -> None:
+def test_unbatched_cells_take_vectors(
+    kind: type, mode: str, options: dict[str, Any]
+) -> None:
     """F18: one vector is one row."""
     net = convert(nn.ModuleList([kind(D, U, **options)]))[0]
     x, h, c = torch.randn(D), torch.randn(U), torch.randn(U)
     new = net(x, (h, c) if mode == "LSTM" else h)
-    (wi, bi), (wh, bh) = drawn_weight(net, "weight_ih", 0), drawn_weight(net, "weight_hh", 0)
+    (wi, bi), (wh, bh) = (
+        drawn_weight(net, "weight_ih", 0),
+        drawn_weight(net, "weight_hh", 0),
+    )
     expected, _ = cell(mode, wi @ array(x) + bi, wh @ array(h) + bh, array(h), array(c))
-    np.testing.assert_allclose(array(new[0] if mode == "LSTM" else new), expected, atol=1e-12)
+    np.testing.assert_allclose(
+        array(new[0] if mode == "LSTM" else new), expected, atol=1e-12
+    )
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
@@ -362,7 +459,11 @@ def plain_row(layer: Any, n: int) -> nn.MultiheadAttention:
     with torch.no_grad():
         for block, site in enumerate("qkv"):
             rows = slice(block * E, (block + 1) * E)
-            target = plain.in_proj_weight[rows] if plain._qkv_same_embed_dim else getattr(plain, f"{site}_proj_weight")
+            target = (
+                plain.in_proj_weight[rows]
+                if plain._qkv_same_embed_dim
+                else getattr(plain, f"{site}_proj_weight")
+            )
             r, s, offset = layer.posterior[site].values()[:3]
             target.mul_(torch.outer(r[n], s[n]))
             if offset is not None:
@@ -381,7 +482,11 @@ def attention_draw(layer: Any, row: int, rows: int) -> int:
 
 def inputs(layer: Any, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Batch-first query, key and value."""
-    return torch.randn(rows, LQ, E), torch.randn(rows, LK, layer.kdim), torch.randn(rows, LK, layer.vdim)
+    return (
+        torch.randn(rows, LQ, E),
+        torch.randn(rows, LK, layer.kdim),
+        torch.randn(rows, LK, layer.vdim),
+    )
 
 
 def row_masks(masks: dict[str, Any], row: int) -> dict[str, Any]:
@@ -394,27 +499,45 @@ def row_masks(masks: dict[str, Any], row: int) -> dict[str, Any]:
 
 
 def check_attention(
-    layer: Any, qkv: tuple[Tensor, ...], masks: dict[str, Any], y: Tensor, weights: Tensor | None, tiles: int = 1
+    layer: Any,
+    qkv: tuple[Tensor, ...],
+    masks: dict[str, Any],
+    y: Tensor,
+    weights: Tensor | None,
+    tiles: int = 1,
 ) -> None:
     """Each row of y (tiles * rows, LQ, E) against torch's own layer on that row alone."""
     rows = qkv[0].shape[0]
     for i in range(tiles * rows):
         plain = plain_row(layer, attention_draw(layer, i, tiles * rows))
         b = i % rows
-        single = [t[b : b + 1] if layer.batch_first else t[b : b + 1].transpose(0, 1) for t in qkv]
+        single = [
+            t[b : b + 1] if layer.batch_first else t[b : b + 1].transpose(0, 1)
+            for t in qkv
+        ]
         expected, expected_weights = plain(*single, **row_masks(masks, b))
-        torch.testing.assert_close(y[i], expected[0] if layer.batch_first else expected[:, 0], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            y[i],
+            expected[0] if layer.batch_first else expected[:, 0],
+            rtol=0,
+            atol=1e-12,
+        )
         if weights is None:
             assert expected_weights is None
         else:
-            torch.testing.assert_close(weights[i], expected_weights[0], rtol=0, atol=1e-12)
+            torch.testing.assert_close(
+                weights[i], expected_weights[0], rtol=0, atol=1e-12
+            )
 
 
 def causal(rows: int = LQ, keys: int = LK) -> Tensor:
     return torch.ones(rows, keys, dtype=torch.bool).triu(1)
 
 
-PADDING = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0], [1, 0, 0, 1, 0]], dtype=torch.bool)
+PADDING = torch.tensor(
+    [[0, 0, 0, 1, 1], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0], [1, 0, 0, 1, 0]],
+    dtype=torch.bool,
+)
 generator = torch.Generator().manual_seed(7)
 HEAD_MASK = torch.rand(R * HEADS, LQ, LK, generator=generator) < 0.3
 HEAD_MASK[..., -1] = False  # a query without keys would be NaN in both
@@ -428,8 +551,14 @@ MASKS = {
     "3d bool": {"attn_mask": HEAD_MASK},
     "3d float": {"attn_mask": HEAD_MASK.double() * -2},
     "causal hint": {"attn_mask": causal(), "is_causal": True},
-    "padding and 2d": {"key_padding_mask": PADDING, "attn_mask": causal() & ~causal(LQ, LK).roll(1, 1)},
-    "padding and 3d float": {"key_padding_mask": PADDING.double() * -3, "attn_mask": HEAD_MASK.double() * -2},
+    "padding and 2d": {
+        "key_padding_mask": PADDING,
+        "attn_mask": causal() & ~causal(LQ, LK).roll(1, 1),
+    },
+    "padding and 3d float": {
+        "key_padding_mask": PADDING.double() * -3,
+        "attn_mask": HEAD_MASK.double() * -2,
+    },
 }
 OPTIONS = [
     {},
@@ -443,13 +572,18 @@ ASKED = [{"need_weights": False}, {"average_attn_weights": False}, {}]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mask", "options", "draws", "asked"), pairwise(MASKS, OPTIONS, ["example", "member"], ASKED))
+@pytest.mark.parametrize(
+    ("mask", "options", "draws", "asked"),
+    pairwise(MASKS, OPTIONS, ["example", "member"], ASKED),
+)
 def test_attention_equals_torch_on_materialised_weights(
     mask: str, options: dict[str, Any], draws: str, asked: dict[str, Any]
 ) -> None:
     """F1 for the four projections, with every mask torch takes, row by row."""
     layer = convert(
-        nn.MultiheadAttention(E, HEADS, **options), draws, batch_dim=0 if options.get("batch_first") else 1
+        nn.MultiheadAttention(E, HEADS, **options),
+        draws,
+        batch_dim=0 if options.get("batch_first") else 1,
     ).eval()
     qkv = inputs(layer, R)
     given = qkv if layer.batch_first else tuple(t.transpose(0, 1) for t in qkv)
@@ -458,7 +592,9 @@ def test_attention_equals_torch_on_materialised_weights(
     if layer.bias_k is not None or layer.add_zero_attn:
         # With the hint torch's fused path rebuilds the mask and hides the appended keys; its other path shows them.
         told = told | {"is_causal": False}
-    check_attention(layer, qkv, told, y if layer.batch_first else y.transpose(0, 1), weights)
+    check_attention(
+        layer, qkv, told, y if layer.batch_first else y.transpose(0, 1), weights
+    )
 
 
 @pytest.mark.slow
@@ -468,16 +604,25 @@ def test_sampled_attention_repeats_masks_with_their_rows(mask: str, draws: str) 
     layer = convert(nn.MultiheadAttention(E, HEADS, batch_first=True), draws).eval()
     qkv = inputs(layer, R)
     y, weights = sb.sample(layer, *qkv, **MASKS[mask])
-    check_attention(layer, qkv, MASKS[mask], y.flatten(0, 1), weights.flatten(0, 1), tiles=K)
+    check_attention(
+        layer, qkv, MASKS[mask], y.flatten(0, 1), weights.flatten(0, 1), tiles=K
+    )
 
 
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_unbatched_attention_is_one_row(batch_first: bool) -> None:
     """F1: (L, E) in, (L, E) out."""
-    layer = convert(nn.ModuleList([nn.MultiheadAttention(E, HEADS, batch_first=batch_first)]))[0].eval()
+    layer = convert(
+        nn.ModuleList([nn.MultiheadAttention(E, HEADS, batch_first=batch_first)])
+    )[0].eval()
     q, k, v = (t[0] for t in inputs(layer, 1))
-    for masks in ({}, {"key_padding_mask": PADDING[1]}, {"attn_mask": causal()}, {"attn_mask": HEAD_MASK[:HEADS]}):
+    for masks in (
+        {},
+        {"key_padding_mask": PADDING[1]},
+        {"attn_mask": causal()},
+        {"attn_mask": HEAD_MASK[:HEADS]},
+    ):
         y, weights = layer(q, k, v, **masks)
         expected = plain_row(layer, 0)(q, k, v, **masks)
         torch.testing.assert_close(y, expected[0], rtol=0, atol=1e-12)
@@ -486,10 +631,14 @@ def test_unbatched_attention_is_one_row(batch_first: bool) -> None:
 
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_encoder_layer_equals_torch_on_materialised_weights(batch_first: bool, norm_first: bool) -> None:
+def test_encoder_layer_equals_torch_on_materialised_weights(
+    batch_first: bool, norm_first: bool
+) -> None:
     """F1 through nn.TransformerEncoderLayer: attention and both linear layers, rows along either dimension, no fast
     path."""
-    plain = nn.TransformerEncoderLayer(E, HEADS, 6, dropout=0.0, batch_first=batch_first, norm_first=norm_first)
+    plain = nn.TransformerEncoderLayer(
+        E, HEADS, 6, dropout=0.0, batch_first=batch_first, norm_first=norm_first
+    )
     net = convert(copy.deepcopy(plain), batch_dim=0 if batch_first else 1).eval()
     x = torch.randn(R, LQ, E)
     with torch.no_grad():
@@ -505,7 +654,9 @@ def test_encoder_layer_equals_torch_on_materialised_weights(batch_first: bool, n
             row = x[i % R : i % R + 1]
             single.train()  # no dropout here; training mode keeps torch off its fused path, which reorders arithmetic
             expected = single(row if batch_first else row.transpose(0, 1))
-            torch.testing.assert_close(y[i], expected[0] if batch_first else expected[:, 0], rtol=0, atol=1e-12)
+            torch.testing.assert_close(
+                y[i], expected[0] if batch_first else expected[:, 0], rtol=0, atol=1e-12
+            )
 
 
 # Layouts that are easy to get wrong -----------------------------------------------------------------------------------
@@ -523,7 +674,9 @@ def test_encoder_layer_equals_torch_on_materialised_weights(batch_first: bool, n
         (lambda: nn.LSTMCell(D, U), (D,), (U,)),
     ],
 )
-def test_converted_root_layer_takes_unbatched_inputs(kind: Any, shape: Any, expected: Any) -> None:
+def test_converted_root_layer_takes_unbatched_inputs(
+    kind: Any, shape: Any, expected: Any
+) -> None:
     """F1: a layer that is itself the model still counts an unbatched input as one row."""
     y = sb.bayesianize(kind(), sb.Rank1(members=2))(torch.randn(shape))
     assert (y[0] if isinstance(y, tuple) else y).shape == expected
@@ -533,7 +686,9 @@ def test_converted_root_layer_takes_unbatched_inputs(kind: Any, shape: Any, expe
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_converted_root_attention_takes_unbatched_inputs(batch_first: bool) -> None:
     """F1: as above, for nn.MultiheadAttention."""
-    layer = sb.bayesianize(nn.MultiheadAttention(E, HEADS, batch_first=batch_first), sb.Rank1(members=2))
+    layer = sb.bayesianize(
+        nn.MultiheadAttention(E, HEADS, batch_first=batch_first), sb.Rank1(members=2)
+    )
     y, _ = layer(torch.randn(LQ, E), torch.randn(LK, E), torch.randn(LK, E))
     assert y.shape == (LQ, E)
 
@@ -546,17 +701,29 @@ def test_converted_root_attention_takes_unbatched_inputs(batch_first: bool) -> N
         (1, 2, 3, {"bidirectional": True}),
         (2, 2, 3, {"num_layers": 2, "bidirectional": True}),
     ],
-    ids=["units equal rows", "layers equal rows", "directions equal rows", "layers x directions equal rows"],
+    ids=[
+        "units equal rows",
+        "layers equal rows",
+        "directions equal rows",
+        "layers x directions equal rows",
+    ],
 )
 def test_states_are_split_by_rows_even_where_other_sizes_coincide(
     rows: int, members: int, units: int, options: dict[str, Any]
 ) -> None:
     """F2: h (layers * directions, S * B, U) gives (S, layers * directions, B, U); its last forward state is the last
     output."""
-    net = sb.bayesianize(nn.GRU(D, units, batch_first=True, **options), sb.BatchEnsemble(members=members))
+    net = sb.bayesianize(
+        nn.GRU(D, units, batch_first=True, **options), sb.BatchEnsemble(members=members)
+    )
     y, h = sb.sample(net, torch.randn(rows, T, D))
     index = -2 if net.bidirectional else -1
-    assert h.shape == (members, net.num_layers * (2 if net.bidirectional else 1), rows, units)
+    assert h.shape == (
+        members,
+        net.num_layers * (2 if net.bidirectional else 1),
+        rows,
+        units,
+    )
     torch.testing.assert_close(h[:, index], y[:, :, -1, :units], rtol=0, atol=0)
 
 
@@ -567,7 +734,13 @@ def test_sample_tiles_initial_states_with_their_rows(draws: str) -> None:
     x, h0 = torch.randn(B, T, D), torch.randn(1, B, U)
     y, _ = sb.sample(net, x, h0)
     for j, b in itertools.product(range(K), range(B)):
-        out, *_ = loop(net, array(x[b]), draw_of_row(net, j * B + b, K * B), array(h0[:, b]), np.zeros((1, U)))
+        out, *_ = loop(
+            net,
+            array(x[b]),
+            draw_of_row(net, j * B + b, K * B),
+            array(h0[:, b]),
+            np.zeros((1, U)),
+        )
         np.testing.assert_allclose(array(y[j, b]), out, atol=1e-12)
 
 
@@ -580,7 +753,13 @@ def test_sequence_first_root_is_never_sampled_along_time(draws: str) -> None:
     except ValueError:
         return
     assert y.shape == (K, T, B, U)
-    out, *_ = loop(net, array(x[:, 0]), draw_of_row(net, B, K * B), np.zeros((1, U)), np.zeros((1, U)))
+    out, *_ = loop(
+        net,
+        array(x[:, 0]),
+        draw_of_row(net, B, K * B),
+        np.zeros((1, U)),
+        np.zeros((1, U)),
+    )
     np.testing.assert_allclose(array(y[1, :, 0]), out, atol=1e-12)
 
 
@@ -595,13 +774,22 @@ def test_sample_of_packed_sequences_separates_draws_or_refuses() -> None:
     assert not torch.equal(y.data[0], y.data[1])
 
 
-@pytest.mark.parametrize("mask", ["padding", "2d bool", "3d bool", "padding and 3d float"])
+@pytest.mark.parametrize(
+    "mask", ["padding", "2d bool", "3d bool", "padding and 3d float"]
+)
 def test_sequence_first_attention_is_sampled_with_masks(mask: str) -> None:
     """F2: query and key keep rows along dimension 1, the padding mask along dimension 0."""
     layer = convert(nn.MultiheadAttention(E, HEADS), batch_dim=1).eval()
     qkv = inputs(layer, R)
     y, weights = sb.sample(layer, *(t.transpose(0, 1) for t in qkv), **MASKS[mask])
-    check_attention(layer, qkv, MASKS[mask], y.transpose(1, 2).flatten(0, 1), weights.flatten(0, 1), tiles=K)
+    check_attention(
+        layer,
+        qkv,
+        MASKS[mask],
+        y.transpose(1, 2).flatten(0, 1),
+        weights.flatten(0, 1),
+        tiles=K,
+    )
 
 
 def test_attention_mask_as_long_as_the_batch_is_not_taken_for_rows() -> None:

@@ -41,7 +41,10 @@ def scores(
             copy.write_text(text.replace(", snr]", "]").replace(", snr_median]", "]"))
     reproduce(name, out, execution, scale, folders=[folder])  # type: ignore[arg-type]
     rows = json.loads((out / "table.json").read_text())["rows"]
-    return {row["row"]: {score: one["mean"] for score, one in row["ours"].items()} for row in rows}
+    return {
+        row["row"]: {score: one["mean"] for score, one in row["ours"].items()}
+        for row in rows
+    }
 
 
 # Ensemble model patching
@@ -70,7 +73,9 @@ def test_the_shipped_set() -> None:
 
 def test_splits_are_the_standard_ones() -> None:
     """Digests of the published index files of yacht: the test rows of all 20 splits, 31 each."""
-    rows = np.stack([split_rows(308, index)[1].numpy() for index in range(20)]).astype(np.uint16)
+    rows = np.stack([split_rows(308, index)[1].numpy() for index in range(20)]).astype(
+        np.uint16
+    )
     digest = "5d78897d2218ab238ec0f870589d7d84bdb82e78804baf9502f04998d0ccc9c9"
     assert hashlib.sha256(rows.tobytes()).hexdigest() == digest
 
@@ -83,7 +88,11 @@ def test_readings_differ_as_they_say() -> None:
     usual = load_config(FOLDER / "emp" / "table12.yaml#yacht-emp")
     assert rows["tables-emp"].resolved | {"name": usual.name} == usual.resolved
     assert rows["loss-emp"].train.noise == pytest.approx(0.1**-0.5)
-    assert rows["separate-ensemble"].train.ensemble_loss == "sum" != rows["tables-ensemble"].train.ensemble_loss
+    assert (
+        rows["separate-ensemble"].train.ensemble_loss
+        == "sum"
+        != rows["tables-ensemble"].train.ensemble_loss
+    )
 
 
 # The k-tied Normal
@@ -93,8 +102,13 @@ def test_readings_differ_as_they_say() -> None:
 def test_tied_gradients_are_less_noisy_early_on(tmp_path: Path) -> None:
     """The median SNR was 19 times mean-field's, and -ELBO 0.9 nats lower; a doubled rate explains that lead."""
     found = scores("k_tied/digits/[2m]*-early", tmp_path)
-    free, doubled, tied = (found[f"{name}-early"] for name in ("mean-field", "mean-field-x2", "2-tied"))
-    assert tied["snr_median"] > 5 * free["snr_median"] and doubled["snr_median"] < 2 * free["snr_median"]
+    free, doubled, tied = (
+        found[f"{name}-early"] for name in ("mean-field", "mean-field-x2", "2-tied")
+    )
+    assert (
+        tied["snr_median"] > 5 * free["snr_median"]
+        and doubled["snr_median"] < 2 * free["snr_median"]
+    )
     assert tied["neg_elbo"] < free["neg_elbo"] - 0.3
     assert doubled["neg_elbo"] == pytest.approx(tied["neg_elbo"], abs=0.3)
 
@@ -103,11 +117,18 @@ def test_tied_gradients_are_less_noisy_early_on(tmp_path: Path) -> None:
 def test_half_the_parameters_predict_as_well(tmp_path: Path) -> None:
     """Scales of a trained mean-field posterior have low rank, its means do not, so two factors are enough. After 100
     epochs the tied NLL was .07 higher, after 200 as high."""
-    free = scores("k_tied/digits/mean-field-trained", tmp_path, epochs=100)["mean-field-trained"]
-    tied = scores("k_tied/digits/2-tied-trained", tmp_path, epochs=100)["2-tied-trained"]
+    free = scores("k_tied/digits/mean-field-trained", tmp_path, epochs=100)[
+        "mean-field-trained"
+    ]
+    tied = scores("k_tied/digits/2-tied-trained", tmp_path, epochs=100)[
+        "2-tied-trained"
+    ]
     assert free["scales_1"] > 0.97 and free["means_2"] < 0.6
     assert (free["parameters"], tied["parameters"]) == (35_220, 18_768)
-    assert tied["nll"] < free["nll"] + 0.12 and min(free["accuracy"], tied["accuracy"]) > 94
+    assert (
+        tied["nll"] < free["nll"] + 0.12
+        and min(free["accuracy"], tied["accuracy"]) > 94
+    )
     assert tied["neg_elbo"] < free["neg_elbo"] + 0.05
 
 
@@ -119,17 +140,27 @@ def toy(rows: int = 100) -> Dataset:
     y = torch.arange(rows) % 2
     x = (1 + y.int())[:, None, None].expand(rows, 3, 2).contiguous()
     return Dataset(
-        "toy", {name: Split(x, y) for name in ("train", "validation", "test")}, ("survived", "died"), ("", "a", "b")
+        "toy",
+        {name: Split(x, y) for name in ("train", "validation", "test")},
+        ("survived", "died"),
+        ("", "a", "b"),
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", row_names(read_tree(TABLE_4)))
 def test_every_row_of_table_4_learns_what_is_easy(row: str, tmp_path: Path) -> None:
-    changes = ["train.epochs=5", "train.batch=10", "train.optimizer.lr=3e-2", "train.kl={kind: Constant, weight: 0.0}"]
+    changes = [
+        "train.epochs=5",
+        "train.batch=10",
+        "train.optimizer.lr=3e-2",
+        "train.kl={kind: Constant, weight: 0.0}",
+    ]
     sizes = ["model.units=8", "model.hidden=8", "model.embedding=8"]
     experiment = load_config(f"{TABLE_4}#{row}", changes + sizes, "small")
-    folder = fit(experiment, tmp_path / "run", Execution(accelerator="cpu"), dataset=toy())
+    folder = fit(
+        experiment, tmp_path / "run", Execution(accelerator="cpu"), dataset=toy()
+    )
     (test,) = [e.metrics for e in read(folder).evaluations if e.role == "test"]
     assert test["auroc"] > 0.99 and test["nll"] < 0.5 * math.log(2), test
 
@@ -143,7 +174,10 @@ def test_table_4_from_text_files(tmp_path: Path) -> None:
         rows = []
         for record in range(100 * number, 100 * number + 60):
             dies = draw.random() < 0.4
-            lines = "".join(f"{h:02}:15,HR,{draw.gauss(110 if dies else 80, 10):.0f}\n" for h in range(0, 48, 3))
+            lines = "".join(
+                f"{h:02}:15,HR,{draw.gauss(110 if dies else 80, 10):.0f}\n"
+                for h in range(0, 48, 3)
+            )
             (folder / f"set-{letter}" / f"{record}.txt").write_text(
                 f"Time,Parameter,Value\n00:00,RecordID,{record}\n00:00,Age,60\n{lines}"
             )
@@ -161,10 +195,20 @@ def test_table_4_from_text_files(tmp_path: Path) -> None:
 
 def test_the_health_page_shows_the_kept_records() -> None:
     page = (FOLDER / "health" / "README.md").read_text()
-    records = [read(file) for file in sorted((ROOT / "results" / "health").glob("*.json"))]
+    records = [
+        read(file) for file in sorted((ROOT / "results" / "health").glob("*.json"))
+    ]
     assert len(records) == 14
     for variant in NAMES:
-        mine = [{e.role: e.metrics for e in record.evaluations} for record in records if record.method == variant]
-        (line,) = [line for line in page.splitlines() if line.startswith(f"| {variant} |")]
+        mine = [
+            {e.role: e.metrics for e in record.evaluations}
+            for record in records
+            if record.method == variant
+        ]
+        (line,) = [
+            line for line in page.splitlines() if line.startswith(f"| {variant} |")
+        ]
         for role in ("validation", "test"):
-            assert f" {sum(one[role]['nll'] for one in mine) / len(mine):.4f} ± " in line
+            assert (
+                f" {sum(one[role]['nll'] for one in mine) / len(mine):.4f} ± " in line
+            )

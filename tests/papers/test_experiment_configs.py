@@ -27,8 +27,19 @@ from slimbayes.posteriors.configs import RECIPES
 
 TRAINED = [row for row in ROWS if row.trains]
 TABLES = sorted({row.name.rpartition("/")[0] for row in ROWS})
-_IMAGES = {"cifar10": (10, 3, 32), "cifar100": (100, 3, 32), "mnist": (10, 1, 28), "digits": (10, 1, 8)}
-_TRAIN = {"cifar10": 50_000, "cifar100": 50_000, "mnist": 60_000, "digits": 1000, "imdb": 25_000}
+_IMAGES = {
+    "cifar10": (10, 3, 32),
+    "cifar100": (100, 3, 32),
+    "mnist": (10, 1, 28),
+    "digits": (10, 1, 8),
+}
+_TRAIN = {
+    "cifar10": 50_000,
+    "cifar100": 50_000,
+    "mnist": 60_000,
+    "digits": 1000,
+    "imdb": 25_000,
+}
 _TRAIN |= {"physionet2012": 4000, "imagenet": 1_281_167}
 
 
@@ -36,10 +47,23 @@ def facts(name: str) -> dict[str, int]:
     """What the data would say about a network."""
     if name in _IMAGES:
         classes, channels, size = _IMAGES[name]
-        return {"classes": classes, "channels": channels, "size": size, "inputs": channels * size**2, "vocabulary": 0}
+        return {
+            "classes": classes,
+            "channels": channels,
+            "size": size,
+            "inputs": channels * size**2,
+            "vocabulary": 0,
+        }
     if name.startswith("uci/"):
-        return {"inputs": UCI[name.removeprefix("uci/")][1], "outputs": 1, "vocabulary": 0}
-    known = {"imagenet": {"classes": 1000, "channels": 3}, "imdb": {"classes": 2, "inputs": 80, "vocabulary": 20_000}}
+        return {
+            "inputs": UCI[name.removeprefix("uci/")][1],
+            "outputs": 1,
+            "vocabulary": 0,
+        }
+    known = {
+        "imagenet": {"classes": 1000, "channels": 3},
+        "imdb": {"classes": 2, "inputs": 80, "vocabulary": 20_000},
+    }
     return known.get(name) or {"classes": 2, "inputs": 4944, "vocabulary": 277}
 
 
@@ -47,14 +71,20 @@ def train_rows(experiment: Experiment) -> int:
     data = experiment.data
     rows = _TRAIN.get(data.name) or round(0.9 * UCI[data.name.removeprefix("uci/")][0])
     rows = min(rows, data.train_limit or rows)
-    return rows if isinstance(data.validation, str) else rows - round(rows * data.validation)
+    return (
+        rows
+        if isinstance(data.validation, str)
+        else rows - round(rows * data.validation)
+    )
 
 
 _BUILT: dict[str, nn.Module] = {}
 
 
 def _built(experiment: Experiment) -> nn.Module:
-    task: Any = SimpleNamespace(name=experiment.data.name, fills=lambda: facts(experiment.data.name))
+    task: Any = SimpleNamespace(
+        name=experiment.data.name, fills=lambda: facts(experiment.data.name)
+    )
     with shapes_alone():
         return build_network(experiment, task)
 
@@ -63,8 +93,15 @@ def built(experiment: Experiment) -> nn.Module:
     """The converted network on the meta device; rows that share one share the work, as do those whose methods differ in
     fractions alone: widths, rates and scales, of which a network on that device has no values."""
     experiment.method.build()  # refuses fractions that are wrong
-    tree = {"train": {"epochs": 1, "optimizer": {"kind": "SGD"}}, "name": "one", "data": {"name": experiment.data.name}}
-    tree |= {key: experiment.resolved[key] for key in ("model", "method", "include", "exclude")}
+    tree = {
+        "train": {"epochs": 1, "optimizer": {"kind": "SGD"}},
+        "name": "one",
+        "data": {"name": experiment.data.name},
+    }
+    tree |= {
+        key: experiment.resolved[key]
+        for key in ("model", "method", "include", "exclude")
+    }
     kind = json.dumps(_without_fractions(tree))
     if kind not in _BUILT:
         _BUILT[kind] = _built(Experiment.model_validate(tree))
@@ -87,15 +124,26 @@ def test_every_table_and_figure_is_there() -> None:
         "k_tied": {"table": (2, 3, 4, 5), "figure": (3, 4, 5, 6, 7, 9, 10, 11, 12)},
         "emp": {"table": (4, 5, 6, 7, 8, *range(9, 14)), "figure": (3, 4, 5, 6)},
     }
-    names = {f"{paper}/{kind}{n}" for paper, kinds in wanted.items() for kind, which in kinds.items() for n in which}
+    names = {
+        f"{paper}/{kind}{n}"
+        for paper, kinds in wanted.items()
+        for kind, which in kinds.items()
+        for n in which
+    }
     found = listings([FOLDER])
     assert names <= found.keys()
     assert all(
-        place.lower().replace(" ", "").replace("figures", "figure").startswith(name.partition("/")[2])
+        place.lower()
+        .replace(" ", "")
+        .replace("figures", "figure")
+        .startswith(name.partition("/")[2])
         for name, (place, _) in found.items()
         if name in names
     )
-    assert sum(rows for name, (_, rows) in found.items() if name.startswith(tuple(wanted))) == 416
+    assert (
+        sum(rows for name, (_, rows) in found.items() if name.startswith(tuple(wanted)))
+        == 416
+    )
 
 
 def test_files_say_what_they_are_for() -> None:
@@ -127,7 +175,10 @@ HASHES = {
 
 @pytest.mark.parametrize("place", HASHES)
 def test_configs_keep_their_hashes(place: str) -> None:
-    assert tuple(load(FOLDER / place, (), scale).hash for scale in ("full", "small")) == HASHES[place]
+    assert (
+        tuple(load(FOLDER / place, (), scale).hash for scale in ("full", "small"))
+        == HASHES[place]
+    )
 
 
 @pytest.mark.slow
@@ -135,17 +186,27 @@ def test_kept_records_are_those_of_their_tables() -> None:
     """results/<paper>/<table>-small holds runs of that table's rows; 89 records are older than the present hash."""
     runs = 0
     for folder in sorted((ROOT / "results").glob("*/*-small")):
-        rows = find(f"{folder.parent.name}/{folder.name.removesuffix('-small')}", [FOLDER])
+        rows = find(
+            f"{folder.parent.name}/{folder.name.removesuffix('-small')}", [FOLDER]
+        )
         table = json.loads((folder / "table.json").read_text())
         assert [row["row"] for row in table["rows"]] == [row.stem for row in rows]
-        assert [row["paper"] for row in table["rows"]] == [row.paper.numbers for row in rows]
+        assert [row["paper"] for row in table["rows"]] == [
+            row.paper.numbers for row in rows
+        ]
         seeds = {seed for row in table["rows"] for seed in row["seeds"]}
         known = {row.experiment("small", seed).hash for row in rows for seed in seeds}
         for file in folder.glob("*/record.json"):
             config = json.loads(file.read_text())["config"]
-            config["train"].setdefault("ensemble_loss", "mean")  # what it was before it could be chosen
-            redone = "deep-ensemble" in file.parent.name  # rank 1's Table 2: its row now sums the loss over members
-            assert redone or validate(config).hash in known, f"{file} is no row of the table"
+            config["train"].setdefault(
+                "ensemble_loss", "mean"
+            )  # what it was before it could be chosen
+            redone = (
+                "deep-ensemble" in file.parent.name
+            )  # rank 1's Table 2: its row now sums the loss over members
+            assert redone or validate(config).hash in known, (
+                f"{file} is no row of the table"
+            )
             runs += 1
     assert runs > 100
 
@@ -171,11 +232,17 @@ def _check_row(row: PaperRow) -> None:
     assert paper.numbers or paper.shows or not row.trains, "nothing to show"
     assert set(paper.diagnostic) <= set(DIAGNOSTICS)
     assert set(paper.errors) <= set(paper.numbers)
-    assert paper.relative_to is None or paper.relative_to in row_names(read_tree(row.file))
+    assert paper.relative_to is None or paper.relative_to in row_names(
+        read_tree(row.file)
+    )
     if row.trains:
         full, small = row.experiment("full"), row.experiment("small")
         assert {full.data.name, small.data.name} <= {*SOURCES, "digits"}
-        assert paper.draws is None or paper.draws in full.evaluate.draws or not _draws(full)
+        assert (
+            paper.draws is None
+            or paper.draws in full.evaluate.draws
+            or not _draws(full)
+        )
         assert small.data.name != "imagenet"
         steps = small.train.epochs * max(1, train_rows(small) // small.train.batch)
         assert steps <= 2000, "small runs are for a minute or so"
@@ -184,7 +251,10 @@ def _check_row(row: PaperRow) -> None:
 
 def _draws(experiment: Experiment) -> bool:
     """Whether a network is random at all."""
-    return experiment.method.kind not in ("Deterministic", "Ensemble") and experiment.data.name != "imagenet"
+    return (
+        experiment.method.kind not in ("Deterministic", "Ensemble")
+        and experiment.data.name != "imagenet"
+    )
 
 
 @pytest.mark.slow
@@ -195,7 +265,9 @@ def test_its_network_builds_and_converts(table: str, scale: Any) -> None:
         found = _summary(built(experiment))
         assert found.after >= found.before, row.name
         converted = any(line.status == "converted" for line in found.rows)
-        assert converted or experiment.method.kind in ("Deterministic", "Ensemble"), row.name
+        assert converted or experiment.method.kind in ("Deterministic", "Ensemble"), (
+            row.name
+        )
 
 
 @cache
@@ -262,7 +334,11 @@ def count(row: PaperRow) -> int:
     """Trainable parameters; of the k-tied paper's networks all that Keras counts, as the diagnostics do."""
     network, options = built(row.experiment()), row.paper.options
     if {"elbo", "truncation"} & set(row.paper.diagnostic):
-        return keras_count(network) - options.get("uncounted", 0) + _tied(network, options.get("rank"))
+        return (
+            keras_count(network)
+            - options.get("uncounted", 0)
+            + _tied(network, options.get("rank"))
+        )
     return _summary(network).after
 
 
@@ -275,14 +351,18 @@ def test_sizes_are_the_papers(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "row", [row for row in TRAINED if {"parameters", "overhead"} & row.paper.numbers.keys()], ids=ids
+    "row",
+    [row for row in TRAINED if {"parameters", "overhead"} & row.paper.numbers.keys()],
+    ids=ids,
 )
 def test_printed_sizes_are_ours_rounded(row: PaperRow) -> None:
     """Rounded to the digits printed, but for the misprints."""
     numbers = row.paper.numbers
     if "overhead" in numbers:
         table = _summary(built(row.experiment()))
-        assert 100 * (table.after / table.before - 1) == pytest.approx(numbers["overhead"], rel=0.01, abs=1e-9)
+        assert 100 * (table.after / table.before - 1) == pytest.approx(
+            numbers["overhead"], rel=0.01, abs=1e-9
+        )
         return
     unit = {"k": 1e3, "M": 1e6}.get(row.paper.units.get("parameters", ""), 1.0)
     digits = len(f"{numbers['parameters']:g}".partition(".")[2])
@@ -293,7 +373,11 @@ def test_printed_sizes_are_ours_rounded(row: PaperRow) -> None:
 def _tied(network: nn.Module, rank: int | None) -> int:
     """What k-tied factors save against free scales."""
     layers = [layer for layer in network.modules() if isinstance(layer, BayesLayer)]
-    sizes = [posterior.site.matrix for layer in layers for posterior in layer.posterior.values()]
+    sizes = [
+        posterior.site.matrix
+        for layer in layers
+        for posterior in layer.posterior.values()
+    ]
     return 0 if rank is None else sum(rank * (m + n) - m * n for m, n in sizes)
 
 
@@ -304,9 +388,17 @@ def test_rows_that_share_a_config_share_a_run() -> None:
     def runs(name: str) -> set[str]:
         return {row.experiment().hash for row in find(name, [FOLDER])}
 
-    counts = {"emp/table12": 40, "k_tied/table2": 3, "k_tied/table5": 1, "rank1/table8": 3, "emp/table9": 4}
+    counts = {
+        "emp/table12": 40,
+        "k_tied/table2": 3,
+        "k_tied/table5": 1,
+        "rank1/table8": 3,
+        "emp/table9": 4,
+    }
     assert {name: len(runs(name)) for name in counts} == counts
-    assert runs("emp/table12") == runs("emp/table13") and runs("rank1/table8") <= runs("rank1/table2")
+    assert runs("emp/table12") == runs("emp/table13") and runs("rank1/table8") <= runs(
+        "rank1/table2"
+    )
 
 
 # Settings that are easy to get wrong
@@ -324,7 +416,9 @@ def test_rank1_settings_are_table_5s() -> None:
         assert (method.mean_init.loc, method.mean_init.scale) == (1.0, mean)
         assert experiment.train.weight_decay == decay
         rate = 1e-3 if "gaussian" in name else 1e-6
-        assert method.scale_init == pytest.approx(math.sqrt(rate / (1 - rate)), rel=1e-6)
+        assert method.scale_init == pytest.approx(
+            math.sqrt(rate / (1 - rate)), rel=1e-6
+        )
 
 
 def test_scales_of_the_resnet_start_as_the_k_tied_paper_says() -> None:
@@ -349,16 +443,33 @@ def test_settings_that_are_printed_without_a_table() -> None:
     tied = {row.stem: row.experiment() for row in find("k_tied/figure7")}
     batches = {e.data.name: e.train.batch for e in tied.values()}
     assert batches == {"mnist": 1024, "cifar100": 1024, "imdb": 128}
-    assert all(e.train.kl_weight(step, 48) == 1.0 for e in tied.values() for step in (0, 1000, 14_399))
+    assert all(
+        e.train.kl_weight(step, 48) == 1.0
+        for e in tied.values()
+        for step in (0, 1000, 14_399)
+    )
     tried = [row.experiment() for row in find("k_tied/selection/mnist-*")]
-    chosen = {(e.method.model_dump()["prior"]["scale"], e.train.optimizer.lr) for e in tried}
-    assert chosen == {(scale, rate) for scale in (0.2, 0.3) for rate in (1e-4, 3e-4, 1e-3, 3e-3)}
-    slopes = [row.experiment().train.kl_weight for row in find("k_tied/selection-slope/mnist-2-tied-*")]
+    chosen = {
+        (e.method.model_dump()["prior"]["scale"], e.train.optimizer.lr) for e in tried
+    }
+    assert chosen == {
+        (scale, rate) for scale in (0.2, 0.3) for rate in (1e-4, 3e-4, 1e-3, 3e-3)
+    }
+    slopes = [
+        row.experiment().train.kl_weight
+        for row in find("k_tied/selection-slope/mnist-2-tied-*")
+    ]
     assert sorted(at(1000, 48) for at in slopes) == pytest.approx([0.005, 0.05])
     for row in (row for name in ("emp/table4", "emp/table6") for row in find(name)):
         train, method = row.experiment().train, row.experiment().method.model_dump()
-        assert method.get("components", 5) == 5 and train.optimizer.kind == "Adam" and train.optimizer.lr == 1e-3
-        assert train.l2 is not None and set(train.l2.model_dump().values()) == {0.001 / 256}
+        assert (
+            method.get("components", 5) == 5
+            and train.optimizer.kind == "Adam"
+            and train.optimizer.lr == 1e-3
+        )
+        assert train.l2 is not None and set(train.l2.model_dump().values()) == {
+            0.001 / 256
+        }
 
 
 def test_recipes_run_on_cifar_as_they_are_given_to_users() -> None:

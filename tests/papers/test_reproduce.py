@@ -88,7 +88,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_records_of_an_older_rule_of_hashes_are_found_by_their_config(folder: Path, tmp_path: Path) -> None:
+def test_records_of_an_older_rule_of_hashes_are_found_by_their_config(
+    folder: Path, tmp_path: Path
+) -> None:
     """As if the run had been named by another rule: its folder and hash are others, the config it holds is not."""
     write_table(folder, MEAN_FIELD)
     out = tmp_path / "out"
@@ -101,15 +103,24 @@ def test_records_of_an_older_rule_of_hashes_are_found_by_their_config(folder: Pa
     assert kept.seeds == {"small": [0]} and kept.older == 1 and not kept.remarks
     listener = Listener()
     reproduce("toy/table1", out, CPU, "small", [0], listener, folders=[folder])
-    assert listener.begun == 0 and "its record holds the same config" in " ".join(listener.said)
-    assert json.loads((out / "table.json").read_text())["rows"][0]["runs"] == ["digits-mean-field-0123456789ab"]
+    assert listener.begun == 0 and "its record holds the same config" in " ".join(
+        listener.said
+    )
+    assert json.loads((out / "table.json").read_text())["rows"][0]["runs"] == [
+        "digits-mean-field-0123456789ab"
+    ]
 
 
-def test_records_of_another_config_say_what_differs(folder: Path, tmp_path: Path) -> None:
+def test_records_of_another_config_say_what_differs(
+    folder: Path, tmp_path: Path
+) -> None:
     write_table(folder, MEAN_FIELD)
     experiment = find("toy/table1", [folder])[0].experiment("small")
     tree = experiment.resolved
-    size, cost = ParameterCounts(plain=1, total=1), RunCost(train_seconds=1, seconds_per_epoch=1)
+    size, cost = (
+        ParameterCounts(plain=1, total=1),
+        RunCost(train_seconds=1, seconds_per_epoch=1),
+    )
     record = Record(
         name=experiment.name, method="m", data="digits", seed=0, config=tree | {"train": tree["train"] | {"batch": 50}},
         config_hash="", commands=[], parameters=size, cost=cost,
@@ -117,12 +128,21 @@ def test_records_of_another_config_say_what_differs(folder: Path, tmp_path: Path
     (tmp_path / "odd").mkdir()
     write(tmp_path / "odd" / "record.json", record)
     (kept,) = row_statuses(find("toy/table1", [folder]), [tmp_path / "odd"])
-    assert kept.seeds == {} and kept.remarks == ["odd is another config: it differs in train.batch 50 -> 60"]
-    former = record.config | {"data": {k: v for k, v in tree["data"].items() if k not in ("missing", "drop")}}
-    write(tmp_path / "odd" / "record.json", record.model_copy(update={"config": former}))  # of before these options
+    assert kept.seeds == {} and kept.remarks == [
+        "odd is another config: it differs in train.batch 50 -> 60"
+    ]
+    former = record.config | {
+        "data": {k: v for k, v in tree["data"].items() if k not in ("missing", "drop")}
+    }
+    write(
+        tmp_path / "odd" / "record.json", record.model_copy(update={"config": former})
+    )  # of before these options
     (kept,) = row_statuses(find("toy/table1", [folder]), [tmp_path / "odd"])
     assert kept.remarks == ["odd is another config: it differs in train.batch 50 -> 60"]
-    write(tmp_path / "odd" / "record.json", record.model_copy(update={"config": tree | {"gone": 1}}))
+    write(
+        tmp_path / "odd" / "record.json",
+        record.model_copy(update={"config": tree | {"gone": 1}}),
+    )
     (kept,) = row_statuses(find("toy/table1", [folder]), [tmp_path / "odd"])
     assert "not valid any more" in kept.remarks[0] and "gone" in kept.remarks[0]
 
@@ -131,7 +151,12 @@ def test_records_of_another_config_say_what_differs(folder: Path, tmp_path: Path
 def test_status_of_kept_results() -> None:
     lines = status("rank1/table2", Path("/nowhere"))
     assert lines[1].split() == ["deterministic", "none", "seed", "0"]
-    assert status("emp/figure3", Path("/nowhere"))[1].split() == ["prior-functions", "none", "seed", "0"]
+    assert status("emp/figure3", Path("/nowhere"))[1].split() == [
+        "prior-functions",
+        "none",
+        "seed",
+        "0",
+    ]
 
 
 @pytest.mark.parametrize("text", ["a", "", "1,", "-1", "1-", "0..9"])
@@ -143,7 +168,10 @@ def test_seeds_that_are_none_are_told(text: str) -> None:
 
 @pytest.mark.slow
 def test_an_overview_counts_rows_with_records() -> None:
-    found = {line.split()[0]: line.split()[1:] for line in overview([Path(__file__).parents[2] / "results" / "rank1"])}
+    found = {
+        line.split()[0]: line.split()[1:]
+        for line in overview([Path(__file__).parents[2] / "results" / "rank1"])
+    }
     assert found["rank1/table2"] == ["8", "0", "8"] and found["rank1/table3"][2] == "0"
 
 
@@ -151,7 +179,9 @@ def test_an_overview_counts_rows_with_records() -> None:
 def test_figures_have_a_page_of_their_runs(folder: Path, tmp_path: Path) -> None:
     text = (HEAD + MEAN_FIELD).replace("table: Table 1", "figure: Figure 1")
     (folder / "toy" / "figure1.yaml").write_text(text)
-    out = reproduce("toy/figure1", tmp_path / "out", CPU, "small", [0], folders=[folder])
+    out = reproduce(
+        "toy/figure1", tmp_path / "out", CPU, "small", [0], folders=[folder]
+    )
     page = (out / "page.html").read_text()
     assert "toy/figure1: Figure 1" in page and "digits-mean-field" in page
 
@@ -159,16 +189,26 @@ def test_figures_have_a_page_of_their_runs(folder: Path, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_table_from_end_to_end(folder: Path, tmp_path: Path) -> None:
     out, listener = tmp_path / "out", Listener()
-    assert reproduce("toy/table1", out, CPU, "full", [0, 1], listener, folders=[folder]) == out
+    assert (
+        reproduce("toy/table1", out, CPU, "full", [0, 1], listener, folders=[folder])
+        == out
+    )
     file = out / "table.md"
     assert listener.begun == 4  # two rows, two seeds
     found = json.loads((out / "table.json").read_text())
     plain, tied = found["rows"]
     assert (plain["label"], tied["label"]) == ("Mean-field", "2-tied")
-    assert plain["paper"] == {"nll": 0.5, "accuracy": 90.0} and plain["seeds"] == [0, 1] and plain["draws"] == 3
+    assert (
+        plain["paper"] == {"nll": 0.5, "accuracy": 90.0}
+        and plain["seeds"] == [0, 1]
+        and plain["draws"] == 3
+    )
     runs = [read(out / name) for name in plain["runs"]]
     assert {run.seed for run in runs} == {0, 1}
-    scores = [next(e for e in run.evaluations if e.draws == 3).metrics["accuracy"] for run in runs]
+    scores = [
+        next(e for e in run.evaluations if e.draws == 3).metrics["accuracy"]
+        for run in runs
+    ]
     ours = plain["ours"]["accuracy"]
     assert ours["mean"] == pytest.approx(100 * sum(scores) / 2) and ours["count"] == 2
     assert ours["error"] == pytest.approx(
@@ -202,11 +242,17 @@ def test_diagnostics_are_written_beside_the_records(
     assert ours["draw_nll"] == pytest.approx(
         ours["nll"], abs=0.05
     )  # a narrow posterior's draws agree; these are others
-    assert ours["scales_2"] == pytest.approx(1.0)  # two factors explain a 2-tied posterior
+    assert ours["scales_2"] == pytest.approx(
+        1.0
+    )  # two factors explain a 2-tied posterior
     assert ours["means_2"] < 0.99 and ours["snr"] >= 1 and ours["snr_median"] >= 1
-    assert ours["neg_elbo_end"] == pytest.approx(record.curve[-1]["validation_nll"] + record.curve[-1]["kl"])
+    assert ours["neg_elbo_end"] == pytest.approx(
+        record.curve[-1]["validation_nll"] + record.curve[-1]["kl"]
+    )
     names = {Path(name).suffix for name in row["files"]}
-    assert names == {".json", ".png"} and all((out / name).is_file() for name in row["files"])
+    assert names == {".json", ".png"} and all(
+        (out / name).is_file() for name in row["files"]
+    )
     assert (
         "small: digits; up to 300 rows, mlp (hidden 16), 2 epochs - not the paper's setting"
         in (out / "table.md").read_text()
@@ -228,7 +274,9 @@ def test_truncation_uses_the_run_of_another_row(folder: Path, tmp_path: Path) ->
     plain, cut = json.loads((out / "table.json").read_text())["rows"]
     assert plain["runs"] == cut["runs"]
     # 64 x 16 and 16 x 10 scales become 64 + 16 and 16 + 10 numbers.
-    assert plain["parameters"] - cut["ours"]["parameters"]["mean"] == 64 * 16 + 16 * 10 - (64 + 16 + 16 + 10)
+    assert plain["parameters"] - cut["ours"]["parameters"][
+        "mean"
+    ] == 64 * 16 + 16 * 10 - (64 + 16 + 16 + 10)
     assert cut["ours"]["nll"]["mean"] != plain["ours"]["nll"]["mean"]
 
 
@@ -236,37 +284,67 @@ def test_truncation_uses_the_run_of_another_row(folder: Path, tmp_path: Path) ->
 def test_a_failing_row_does_not_stop_the_others(folder: Path, tmp_path: Path) -> None:
     write_table(folder, MEAN_FIELD, BROKEN, TIED)
     out, listener = tmp_path / "out", Listener()
-    with pytest.raises(Incomplete, match=r"1 of 3 runs failed: broken, seed 0: FileNotFoundError: No cifar10"):
+    with pytest.raises(
+        Incomplete,
+        match=r"1 of 3 runs failed: broken, seed 0: FileNotFoundError: No cifar10",
+    ):
         reproduce(
-            "toy/table1", out, Execution(accelerator="cpu", data_dir=tmp_path), "small", [0], listener, folders=[folder]
+            "toy/table1",
+            out,
+            Execution(accelerator="cpu", data_dir=tmp_path),
+            "small",
+            [0],
+            listener,
+            folders=[folder],
         )
     found = json.loads((out / "table.json").read_text())
     assert [len(row["seeds"]) for row in found["rows"]] == [1, 0, 1]
     text = (out / "table.md").read_text()
-    assert "**broken, seed 0 failed:** FileNotFoundError" in text and "| Broken | - | - |" in text
+    assert (
+        "**broken, seed 0 failed:** FileNotFoundError" in text
+        and "| Broken | - | - |" in text
+    )
     assert any("failed" in line for line in listener.said)
 
 
 @pytest.mark.slow
-def test_an_interrupted_table_goes_on_where_it_stopped(folder: Path, tmp_path: Path) -> None:
+def test_an_interrupted_table_goes_on_where_it_stopped(
+    folder: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     with pytest.raises(Stopped, match="step 3"):
-        reproduce("toy/table1", out, CPU, "small", [0], Listener(stop_at=(2, 3)), folders=[folder])
-    assert [len(row["seeds"]) for row in json.loads((out / "table.json").read_text())["rows"]] == [1, 0]
+        reproduce(
+            "toy/table1",
+            out,
+            CPU,
+            "small",
+            [0],
+            Listener(stop_at=(2, 3)),
+            folders=[folder],
+        )
+    assert [
+        len(row["seeds"])
+        for row in json.loads((out / "table.json").read_text())["rows"]
+    ] == [1, 0]
     listener = Listener()
     reproduce("toy/table1", out, CPU, "small", [0], listener, folders=[folder])
     assert listener.begun == 1 and "Resuming after step 3." in listener.said
     straight = tmp_path / "straight"
     reproduce("toy/table1/tied", straight, CPU, "small", [0], folders=[folder])
     (run,) = out.glob("digits-tied-*")
-    assert read(run).digest == read(straight / run.name).digest, "an interrupted run ends elsewhere"
+    assert read(run).digest == read(straight / run.name).digest, (
+        "an interrupted run ends elsewhere"
+    )
 
 
 @pytest.mark.slow
 def test_names(folder: Path) -> None:
     assert listings([folder]) == {"toy/table1": ("Table 1", 2)}
     assert [row.stem for row in find("toy/table1/t*", [folder])] == ["tied"]
-    with pytest.raises(ConfigError, match="There is no table or figure 'toy/table2'; did you mean 'toy/table1'"):
+    with pytest.raises(
+        ConfigError,
+        match="There is no table or figure 'toy/table2'; did you mean 'toy/table1'",
+    ):
         find("toy/table2", [folder])
     with pytest.raises(ConfigError, match="rank1/table2"):
         find("rank1/tabel2")
@@ -287,7 +365,9 @@ def test_names(folder: Path) -> None:
         ("seed: 1", "paper.row: Field required"),
     ],
 )
-def test_a_wrong_paper_section_is_named(folder: Path, section: str, message: str) -> None:
+def test_a_wrong_paper_section_is_named(
+    folder: Path, section: str, message: str
+) -> None:
     write_table(folder, f"  odd: {{{section}}}\n")
     with pytest.raises(ConfigError, match=message):
         find("toy/table1/odd", [folder])
@@ -310,31 +390,52 @@ rows:
 
 
 @pytest.mark.slow
-def test_corrupted_rows_of_a_run_that_was_not_asked_for_them(folder: Path, tmp_path: Path) -> None:
+def test_corrupted_rows_of_a_run_that_was_not_asked_for_them(
+    folder: Path, tmp_path: Path
+) -> None:
     (folder / "toy" / "table1.yaml").write_text(CORRUPTED)
     out = reproduce("toy/table1", tmp_path / "out", CPU, folders=[folder])
-    found = {row["row"]: row for row in json.loads((out / "table.json").read_text())["rows"]}
+    found = {
+        row["row"]: row for row in json.loads((out / "table.json").read_text())["rows"]
+    }
     plain, ours = found["plain"], found["mean-field"]
     assert plain["ours"]["corruption_error"]["mean"] == pytest.approx(100)
     rates = {}
     for row, draws in ((plain, 1), (ours, 3)):
         run = out / row["runs"][0]
-        clean = next(e for e in read(run).evaluations if e.role == "test" and e.draws == draws)
+        clean = next(
+            e for e in read(run).evaluations if e.role == "test" and e.draws == draws
+        )
         assert not [e for e in read(run).evaluations if e.role == "corruption"]
-        overrides = ["evaluate.corruptions=[defocus_blur, contrast]", "evaluate.severities=[4, 5]"]
-        made = [e for e in evaluate_run(run, overrides, CPU).evaluations if e.role == "corruption" and e.draws == draws]
+        overrides = [
+            "evaluate.corruptions=[defocus_blur, contrast]",
+            "evaluate.severities=[4, 5]",
+        ]
+        made = [
+            e
+            for e in evaluate_run(run, overrides, CPU).evaluations
+            if e.role == "corruption" and e.draws == draws
+        ]
         rates[row["row"]] = {"clean": 1 - clean.metrics["accuracy"]} | {
             name: [1 - e.metrics["accuracy"] for e in made if e.corruption == name]
             for name in ("defocus_blur", "contrast")
         }
-    expected = corruption_errors(rates["mean-field"], {k: v for k, v in rates["plain"].items() if k != "clean"})
+    expected = corruption_errors(
+        rates["mean-field"], {k: v for k, v in rates["plain"].items() if k != "clean"}
+    )
     assert ours["ours"]["corruption_error"]["mean"] == pytest.approx(expected.mce)
-    assert ours["ours"]["error_contrast"]["mean"] == pytest.approx(expected.by_corruption["contrast"])
+    assert ours["ours"]["error_contrast"]["mean"] == pytest.approx(
+        expected.by_corruption["contrast"]
+    )
     relative = corruption_errors(rates["mean-field"], rates["plain"])
-    assert ours["ours"]["relative_error_contrast"]["mean"] == pytest.approx(relative.relative_by_corruption["contrast"])
+    assert ours["ours"]["relative_error_contrast"]["mean"] == pytest.approx(
+        relative.relative_by_corruption["contrast"]
+    )
 
 
-def test_seeds_beyond_the_splits_of_a_set_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeds_beyond_the_splits_of_a_set_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[str, int]] = []
 
     def note(row: Any, seed: int, *rest: Any) -> Any:
@@ -345,7 +446,11 @@ def test_seeds_beyond_the_splits_of_a_set_are_passed_over(tmp_path: Path, monkey
     for table in ("emp/table12/protein-emp", "emp/table12/yacht-emp"):
         with pytest.raises(Incomplete):
             reproduce(table, tmp_path / "out", seeds=[0, 4, 5, 19])
-    assert asked == [("protein-emp", 0), ("protein-emp", 4), *(("yacht-emp", seed) for seed in (0, 4, 5, 19))]
+    assert asked == [
+        ("protein-emp", 0),
+        ("protein-emp", 4),
+        *(("yacht-emp", seed) for seed in (0, 4, 5, 19)),
+    ]
 
 
 def test_seeds_can_be_standard_splits() -> None:

@@ -55,11 +55,15 @@ def test_scores_of_a_split_and_a_run_that_was_stopped_goes_on(tmp_path):
     for _ in range(2):
         told = uci_splits.run("yacht", "emp", tmp_path, out, 3, 20, until=0.0)
     assert not (out / "yacht-emp.json").exists()
-    assert uci_splits.run("yacht", "emp", tmp_path, out, 3, 20, until=0.0).startswith("yacht-emp: done")
+    assert uci_splits.run("yacht", "emp", tmp_path, out, 3, 20, until=0.0).startswith(
+        "yacht-emp: done"
+    )
     stopped = (out / "yacht-emp.json").read_text()
     (out / "yacht-emp.json").unlink()
     uci_splits.run("yacht", "emp", tmp_path, out, 3, 20, until=np.inf)
     whole = uci_splits.json.loads((out / "yacht-emp.json").read_text())
     for name in ("rmse", "lpd"):
-        np.testing.assert_allclose(uci_splits.json.loads(stopped)[name], whole[name], rtol=1e-6)
+        np.testing.assert_allclose(
+            uci_splits.json.loads(stopped)[name], whole[name], rtol=1e-6
+        )
     assert len(whole["rmse"]) == 20

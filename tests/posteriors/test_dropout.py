@@ -46,7 +46,9 @@ def frequency_p(hits: Tensor, rate: float) -> float:
 
 
 def independent_p(a: Tensor, b: Tensor) -> float:
-    table = torch.zeros(2, 2).index_put((a.long(), b.long()), torch.ones(()), accumulate=True)
+    table = torch.zeros(2, 2).index_put(
+        (a.long(), b.long()), torch.ones(()), accumulate=True
+    )
     return stats.chi2_contingency(table.numpy()).pvalue
 
 
@@ -56,8 +58,14 @@ def on(layer: nn.Module, **options: Any) -> nn.Module:
 
 
 def test_every_dropout_of_torch_is_known() -> None:
-    assert {plain for plain, cls in LAYERS.items() if cls.bayes_kind == "dropout"} == set(SHAPES)
-    known = {cls for name, cls in vars(nn).items() if name.endswith(("Dropout", "Dropout1d", "Dropout2d", "Dropout3d"))}
+    assert {
+        plain for plain, cls in LAYERS.items() if cls.bayes_kind == "dropout"
+    } == set(SHAPES)
+    known = {
+        cls
+        for name, cls in vars(nn).items()
+        if name.endswith(("Dropout", "Dropout1d", "Dropout2d", "Dropout3d"))
+    }
     assert known == set(SHAPES)
 
 
@@ -65,13 +73,21 @@ def test_every_dropout_of_torch_is_known() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "call", "kind"), pairwise(["train", "eval"], ["sample", "bare"], SHAPES))
-def test_a_dropout_layer_drops_its_own_units_at_its_own_rate(kind: type[nn.Module], call: str, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "call", "kind"), pairwise(["train", "eval"], ["sample", "bare"], SHAPES)
+)
+def test_a_dropout_layer_drops_its_own_units_at_its_own_rate(
+    kind: type[nn.Module], call: str, mode: str
+) -> None:
     """Values, units, rate, and independence between units, rows and draws; torch in training mode gives the values."""
     rate, x = 0.3, torch.full(SHAPES[kind], 0.7)
     net = on(kind(rate)).train(mode == "train")
     with torch.no_grad():
-        y = sb.sample(net, x, draws=400) if call == "sample" else torch.stack([net(x) for _ in range(400)])
+        y = (
+            sb.sample(net, x, draws=400)
+            if call == "sample"
+            else torch.stack([net(x) for _ in range(400)])
+        )
         expected = torch.stack([kind(rate)(x) for _ in range(100)]).unique()
     values = y.unique()
     torch.testing.assert_close(values, expected)
@@ -90,7 +106,9 @@ def test_a_dropout_layer_drops_its_own_units_at_its_own_rate(kind: type[nn.Modul
 
 @pytest.mark.parametrize("kind", SELU)
 @pytest.mark.parametrize("rate", [0.05, 0.4])
-def test_alpha_dropout_keeps_the_moments_as_torchs_does(kind: type[nn.Module], rate: float) -> None:
+def test_alpha_dropout_keeps_the_moments_as_torchs_does(
+    kind: type[nn.Module], rate: float
+) -> None:
     x = torch.randn(400, 50, 5)
     y, reference = on(kind(rate)).eval()(x), kind(rate)(x)
     for z in (y, reference):
@@ -119,7 +137,9 @@ def test_gradients_pass_through_the_mask(kind: type[nn.Module]) -> None:
 def test_rate_zero_is_the_identity(kind: type[nn.Module]) -> None:
     x = torch.randn(SHAPES[kind])
     assert torch.equal(on(kind(0.0))(x), x)
-    assert torch.equal(sb.sample(on(kind(0.4), rate=0.0), x, draws=3), x.expand(3, *x.shape))
+    assert torch.equal(
+        sb.sample(on(kind(0.4), rate=0.0), x, draws=3), x.expand(3, *x.shape)
+    )
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -131,16 +151,24 @@ def test_rate_one_is_what_torch_makes_of_it(kind: type[nn.Module]) -> None:
 def test_the_rate_may_change_after_the_conversion_unless_the_config_fixed_it() -> None:
     x = torch.ones(100, 100)
     own, fixed = on(nn.Dropout(0.2)).eval(), on(nn.Dropout(0.2), rate=0.1).eval()
-    assert frequency_p(own(x) == 0, 0.2) > RARE and frequency_p(fixed(x) == 0, 0.1) > RARE
+    assert (
+        frequency_p(own(x) == 0, 0.2) > RARE and frequency_p(fixed(x) == 0, 0.1) > RARE
+    )
     for net in (own, fixed):
         net[0].p = 0.6
     y = own(x)
-    assert frequency_p(y == 0, 0.6) > RARE and torch.allclose(y.max(), torch.tensor(2.5))
+    assert frequency_p(y == 0, 0.6) > RARE and torch.allclose(
+        y.max(), torch.tensor(2.5)
+    )
     assert frequency_p(fixed(x) == 0, 0.1) > RARE
 
 
-@pytest.mark.parametrize(("kind", "shape"), [(nn.Dropout1d, (6, 40)), (nn.Dropout3d, (6, 4, 4, 4))])
-def test_an_unbatched_input_loses_whole_channels(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(nn.Dropout1d, (6, 40)), (nn.Dropout3d, (6, 4, 4, 4))]
+)
+def test_an_unbatched_input_loses_whole_channels(
+    kind: type[nn.Module], shape: tuple[int, ...]
+) -> None:
     x = torch.ones(shape)
     plain = kind(0.5)(x).flatten(1)
     assert (plain == plain[:, :1]).all()
@@ -186,7 +214,9 @@ def test_the_mean_of_many_draws_approaches_the_network_without_dropout() -> None
 @pytest.mark.parametrize("call", ["sample", "bare"])
 def test_training_mode_has_the_statistics_of_plain_dropout(call: str) -> None:
     """Losses of many steps, ours against torch's: same distribution."""
-    plain = nn.Sequential(nn.Linear(5, 30), nn.ReLU(), nn.Dropout(0.5), nn.Linear(30, 1))
+    plain = nn.Sequential(
+        nn.Linear(5, 30), nn.ReLU(), nn.Dropout(0.5), nn.Linear(30, 1)
+    )
     net = sb.bayesianize(copy.deepcopy(plain), sb.MCDropout())
     x = torch.randn(8, 5)
     run = net if call == "bare" else (lambda x: sb.sample(net, x)[0])
@@ -196,11 +226,15 @@ def test_training_mode_has_the_statistics_of_plain_dropout(call: str) -> None:
     assert stats.ks_2samp(ours.numpy(), theirs.numpy()).pvalue > RARE
 
 
-def test_dropout_has_no_parameters_no_kl_and_no_checkpoint_entries(tmp_path: Path) -> None:
+def test_dropout_has_no_parameters_no_kl_and_no_checkpoint_entries(
+    tmp_path: Path,
+) -> None:
     base = nn.Sequential(nn.Linear(3, 20), nn.Dropout(0.5), nn.Linear(20, 2))
     net = sb.bayesianize(copy.deepcopy(base), sb.MCDropout())
     assert list(net.state_dict()) == list(base.state_dict())
-    assert [n for n, _ in net.named_parameters()] == [n for n, _ in base.named_parameters()]
+    assert [n for n, _ in net.named_parameters()] == [
+        n for n, _ in base.named_parameters()
+    ]
     assert float(sb.kl(net)) == 0.0
     assert sb.estimate_cost(base, sb.MCDropout()).extra_parameters == 0
     again = sb.load(copy.deepcopy(base), sb.save(net, tmp_path / "posterior"))
@@ -213,10 +247,20 @@ def test_dropout_has_no_parameters_no_kl_and_no_checkpoint_entries(tmp_path: Pat
 
 
 def test_only_dropout_layers_are_converted_and_listed() -> None:
-    net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 2))
+    net = nn.Sequential(
+        nn.Linear(3, 4),
+        nn.Dropout(0.5),
+        nn.BatchNorm1d(4),
+        nn.Dropout(0.1),
+        nn.Linear(4, 2),
+    )
     sb.bayesianize(net, sb.MCDropout())
     rows = sb.summary(net).rows
-    assert [(r.name, r.layer, r.status, r.before, r.after) for r in rows if r.status == "converted"] == [
+    assert [
+        (r.name, r.layer, r.status, r.before, r.after)
+        for r in rows
+        if r.status == "converted"
+    ] == [
         ("1", "Dropout", "converted", 0, 0),
         ("3", "Dropout", "converted", 0, 0),
     ]
@@ -224,13 +268,19 @@ def test_only_dropout_layers_are_converted_and_listed() -> None:
         "not among the layers that MCDropout(rate=own or 0.005) is for"
     }
     assert [r.name for r in rows] == ["0", "1", "2", "3", "4"]
-    other = sb.bayesianize(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)), sb.Rank1())
-    assert type(other[1]) is nn.Dropout and [r.name for r in sb.summary(other).rows] == ["0", "2"]
+    other = sb.bayesianize(
+        nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)), sb.Rank1()
+    )
+    assert type(other[1]) is nn.Dropout and [
+        r.name for r in sb.summary(other).rows
+    ] == ["0", "2"]
 
 
 def test_dropout_beside_other_methods() -> None:
     net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2))
-    sb.bayesianize(net, {"1": sb.MCDropout(), "0|2": sb.BatchEnsemble(members=3)}).eval()
+    sb.bayesianize(
+        net, {"1": sb.MCDropout(), "0|2": sb.BatchEnsemble(members=3)}
+    ).eval()
     x = torch.randn(4, 3)
     assert sb.members(net) == 3 and sb.sample(net, x, draws=2).shape == (6, 4, 2)
     y = sb.sample(net, x, draws=50).view(50, 3, 4, 2)
@@ -264,7 +314,12 @@ def test_a_method_after_dropout_does_not_forget_it(tmp_path: Path) -> None:
 
 def stack() -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Dropout(0.5), nn.Linear(4, 2)
+        nn.Linear(3, 4),
+        nn.BatchNorm1d(4),
+        nn.Linear(4, 4),
+        nn.LayerNorm(4),
+        nn.Dropout(0.5),
+        nn.Linear(4, 2),
     )
 
 
@@ -282,7 +337,9 @@ def stack() -> nn.Sequential:
 )
 def test_before_says_where_dropout_goes(before: str | None, expected: set[str]) -> None:
     net = sb.bayesianize(stack(), sb.MCDropout(before=before))
-    assert {name for name, m in net.named_modules() if isinstance(m, BayesLayer)} == expected
+    assert {
+        name for name, m in net.named_modules() if isinstance(m, BayesLayer)
+    } == expected
 
 
 def test_include_and_mappings_put_dropout_in_front_of_layers() -> None:
@@ -290,7 +347,9 @@ def test_include_and_mappings_put_dropout_in_front_of_layers() -> None:
         return {name for name, m in net.named_modules() if isinstance(m, BayesLayer)}
 
     assert names(sb.bayesianize(stack(), sb.MCDropout(), include="0|4")) == {"0", "4"}
-    assert names(sb.bayesianize(stack(), {"[25]": sb.MCDropout(rate=0.2), "0": sb.Rank1()})) == {"0", "2", "5"}
+    assert names(
+        sb.bayesianize(stack(), {"[25]": sb.MCDropout(rate=0.2), "0": sb.Rank1()})
+    ) == {"0", "2", "5"}
     assert names(sb.bayesianize(stack(), sb.MCDropout(), exclude="[0-3]")) == {"4"}
 
 
@@ -301,22 +360,38 @@ def test_the_papers_baseline_is_dropout_before_every_batch_norm() -> None:
     assert sum(p.numel() for p in net.parameters()) == 11_689_512
 
 
-@pytest.mark.parametrize(("unit", "kind"), each(["element", "channel"], ["dense", "convolution", "norm"]))
-def test_inputs_of_a_layer_are_dropped_scaled_and_nothing_else(kind: str, unit: str) -> None:
+@pytest.mark.parametrize(
+    ("unit", "kind"), each(["element", "channel"], ["dense", "convolution", "norm"])
+)
+def test_inputs_of_a_layer_are_dropped_scaled_and_nothing_else(
+    kind: str, unit: str
+) -> None:
     """Layers that can be undone show their inputs: zero or x / (1 - rate), whole channels where asked; biases stay."""
     rate = 0.3
     shape = (5, 6) if kind == "dense" else (5, 6, 4, 4)
     layer = (
-        {"dense": nn.Linear(6, 6), "convolution": nn.Conv2d(6, 6, 1), "norm": nn.BatchNorm2d(6)}[kind].double().eval()
+        {
+            "dense": nn.Linear(6, 6),
+            "convolution": nn.Conv2d(6, 6, 1),
+            "norm": nn.BatchNorm2d(6),
+        }[kind]
+        .double()
+        .eval()
     )
     x = torch.rand(shape).double() + 0.5
-    net = sb.bayesianize(nn.Sequential(layer), sb.MCDropout(before="0", rate=rate, unit=unit))
+    net = sb.bayesianize(
+        nn.Sequential(layer), sb.MCDropout(before="0", rate=rate, unit=unit)
+    )
     y = sb.sample(net, x, draws=100).detach()
     if kind == "norm":
         inputs = y * math.sqrt(1 + layer.eps)
     else:
         flat = y.movedim(2, -1) - layer.bias.detach()
-        inputs = torch.linalg.solve(layer.weight.detach().view(6, 6), flat.unsqueeze(-1)).squeeze(-1).movedim(-1, 2)
+        inputs = (
+            torch.linalg.solve(layer.weight.detach().view(6, 6), flat.unsqueeze(-1))
+            .squeeze(-1)
+            .movedim(-1, 2)
+        )
     ratio = (inputs / x).round(decimals=6)
     assert set(ratio.unique().tolist()) == {0.0, round(1 / (1 - rate), 6)}
     kept = ratio.flatten(3) > 0 if kind != "dense" else ratio[..., None] > 0
@@ -332,7 +407,9 @@ def test_inputs_of_a_layer_are_dropped_scaled_and_nothing_else(kind: str, unit: 
 def test_channel_dropout_of_a_matrix_is_a_distribution_over_weights() -> None:
     """Table 2: the case of `Mixture` with one pick for every input; sequences lose the same inputs at every place."""
     layer = nn.Linear(6, 6).double()
-    net = sb.bayesianize(nn.Sequential(layer), sb.MCDropout(before="0", rate=0.3, unit="channel"))
+    net = sb.bayesianize(
+        nn.Sequential(layer), sb.MCDropout(before="0", rate=0.3, unit="channel")
+    )
     x = torch.rand(5, 7, 6).double() + 0.5
     y = sb.sample(net, x, draws=40).detach() - layer.bias.detach()
     inputs = torch.linalg.solve(layer.weight.detach(), y.unsqueeze(-1)).squeeze(-1)
@@ -359,17 +436,22 @@ def test_channel_dropout_of_an_lstm_is_the_same_at_every_step() -> None:
     """Against a loop over time with the masks written out: one mask for the inputs and one for the states of each
     row."""
     lstm = nn.LSTM(3, 4, batch_first=True).double()
-    net = sb.bayesianize(nn.Sequential(lstm), sb.MCDropout(before="0", rate=0.4, unit="channel")).eval()
+    net = sb.bayesianize(
+        nn.Sequential(lstm), sb.MCDropout(before="0", rate=0.4, unit="channel")
+    ).eval()
     x = torch.randn(5, 6, 3).double()
     y = sb.sample(net, x, draws=2)[0].flatten(0, 1)
-    masks = [(lstm.posterior[f"weight_{kind}_l0"].values().weight == 0).double() / 0.6 for kind in ("ih", "hh")]
+    masks = [
+        (lstm.posterior[f"weight_{kind}_l0"].values().weight == 0).double() / 0.6
+        for kind in ("ih", "hh")
+    ]
     assert masks[0].shape == (10, 3) and masks[1].shape == (10, 4)
     x = x.repeat(2, 1, 1)
     h = c = torch.zeros(10, 4).double()
     for t in range(6):
-        gates = F.linear(x[:, t] * masks[0], lstm.weight_ih_l0, lstm.bias_ih_l0) + F.linear(
-            h * masks[1], lstm.weight_hh_l0, lstm.bias_hh_l0
-        )
+        gates = F.linear(
+            x[:, t] * masks[0], lstm.weight_ih_l0, lstm.bias_ih_l0
+        ) + F.linear(h * masks[1], lstm.weight_hh_l0, lstm.bias_hh_l0)
         i, f, g, o = gates.chunk(4, 1)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
         h = o.sigmoid() * c.tanh()
@@ -390,7 +472,8 @@ def test_element_dropout_of_an_lstm_differs_from_step_to_step() -> None:
     dropped = (y.abs() < 1e-9).flatten(0, 1)
     assert (y.flatten(0, 1)[~dropped] - math.tanh(math.tanh(0.2))).abs().max() < 1e-9
     assert (
-        frequency_p(dropped, 0.5) > RARE and independent_p(dropped[:, :-1].flatten(), dropped[:, 1:].flatten()) > RARE
+        frequency_p(dropped, 0.5) > RARE
+        and independent_p(dropped[:, :-1].flatten(), dropped[:, 1:].flatten()) > RARE
     )
 
 
@@ -411,7 +494,9 @@ def test_attention_drops_the_inputs_of_its_four_projections(unit: str) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.attention(x, x, x, need_weights=False)[0]
 
-    net = sb.bayesianize(Self(), sb.MCDropout(before="attention", rate=0.3, unit=unit)).eval()
+    net = sb.bayesianize(
+        Self(), sb.MCDropout(before="attention", rate=0.3, unit=unit)
+    ).eval()
     assert len(posteriors_of(net)) == 4
     x = torch.rand(5, 1, 6).double() + 0.5
     ratio = (sb.sample(net, x, draws=200).detach() / x).round(decimals=6)
@@ -494,8 +579,13 @@ def test_held_masks_of_a_unit_do_not_depend_on_how_many_there_are() -> None:
             net(torch.ones(7, 30))[:4], first
         )  # one function, whatever the rows
         assert torch.equal(net(torch.ones(4, 31))[:, :30], first)
-        steps = net(torch.ones(4, 9, 5))  # a sequence, and the same one with more padding
-        assert torch.equal(net(torch.ones(4, 12, 5))[:, :9], steps) and len(steps[0].unique(dim=0)) > 3
+        steps = net(
+            torch.ones(4, 9, 5)
+        )  # a sequence, and the same one with more padding
+        assert (
+            torch.equal(net(torch.ones(4, 12, 5))[:, :9], steps)
+            and len(steps[0].unique(dim=0)) > 3
+        )
     net = on(nn.Dropout2d(0.5))
     with sb.frozen(net):  # whole channels: images of any size
         small, large = net(torch.ones(2, 9, 4, 4)), net(torch.ones(2, 9, 8, 6))
@@ -542,13 +632,20 @@ def test_a_sequence_of_one_token_keeps_its_shape() -> None:
 class Saving(nn.Module):
     def __init__(self, on: bool) -> None:
         super().__init__()
-        self.a, self.drop, self.b, self.on = nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1), on
+        self.a, self.drop, self.b, self.on = (
+            nn.Linear(4, 8),
+            nn.Dropout(0.5),
+            nn.Linear(8, 1),
+            on,
+        )
 
     def body(self, x: Tensor) -> Tensor:
         return self.b(self.drop(self.a(x)).tanh())
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.body, x, use_reentrant=False) if self.on else self.body(x)
+        return (
+            checkpoint(self.body, x, use_reentrant=False) if self.on else self.body(x)
+        )
 
 
 def both_gradients(held: bool, looked_before: bool) -> list[Tensor]:
@@ -588,7 +685,10 @@ def test_an_input_of_one_row_is_dropped_anew_for_every_draw() -> None:
             return x + self.drop(self.table)
 
     net = sb.bayesianize(Position(), sb.MCDropout())
-    assert len(sb.sample(net, torch.zeros(2, 50), draws=8, fold=False)[:, 0].unique(dim=0)) == 8
+    assert (
+        len(sb.sample(net, torch.zeros(2, 50), draws=8, fold=False)[:, 0].unique(dim=0))
+        == 8
+    )
     assert len(sb.sample(net, torch.zeros(2, 50), draws=8)[:, 0].unique(dim=0)) == 8
 
 
@@ -606,17 +706,23 @@ class Functional(nn.Module):
 
 class TorchDropout(Functional):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.dropout(x, 0.1, self.training) + nn.functional.alpha_dropout(x, 0.2, self.training)
+        return torch.dropout(x, 0.1, self.training) + nn.functional.alpha_dropout(
+            x, 0.2, self.training
+        )
 
 
 class Attending(Functional):
     def forward(self, x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(x, x, self.fc(x), dropout_p=0.1 if self.training else 0.0)
+        return F.scaled_dot_product_attention(
+            x, x, self.fc(x), dropout_p=0.1 if self.training else 0.0
+        )
 
 
 class AttendingByPosition(Functional):
     def forward(self, x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(x, x, self.fc(x), None, 0.1 if self.training else 0.0)
+        return F.scaled_dot_product_attention(
+            x, x, self.fc(x), None, 0.1 if self.training else 0.0
+        )
 
 
 class Clean(Functional):
@@ -633,29 +739,47 @@ class Clean(Functional):
     ("model", "expected"),
     [
         (Functional(), {"": "calls F.dropout in its forward"}),
-        (TorchDropout(), {"": "calls torch.dropout, nn.functional.alpha_dropout in its forward"}),
+        (
+            TorchDropout(),
+            {"": "calls torch.dropout, nn.functional.alpha_dropout in its forward"},
+        ),
         (Attending(), {"": "calls F.scaled_dot_product_attention in its forward"}),
         (Clean(), {}),
         (nn.Sequential(Clean(), Functional()), {"1": "calls F.dropout in its forward"}),
-        (nn.MultiheadAttention(4, 2, dropout=0.1), {"": "dropout=0.1 on its attention weights"}),
+        (
+            nn.MultiheadAttention(4, 2, dropout=0.1),
+            {"": "dropout=0.1 on its attention weights"},
+        ),
         (nn.MultiheadAttention(4, 2), {}),
-        (nn.LSTM(4, 4, num_layers=2, dropout=0.2), {"": "dropout=0.2 between its layers"}),
+        (
+            nn.LSTM(4, 4, num_layers=2, dropout=0.2),
+            {"": "dropout=0.2 between its layers"},
+        ),
         (nn.GRU(4, 4, num_layers=2), {}),
         (nn.Sequential(nn.Dropout(0.1), nn.Linear(4, 4)), {}),
-        (nn.TransformerEncoderLayer(4, 2, 8, 0.1), {"self_attn": "dropout=0.1 on its attention weights"}),
+        (
+            nn.TransformerEncoderLayer(4, 2, 8, 0.1),
+            {"self_attn": "dropout=0.1 on its attention weights"},
+        ),
         (nn.TransformerEncoderLayer(4, 2, 8, 0.0), {}),
     ],
 )
-def test_dropout_inside_a_forward_is_found(model: nn.Module, expected: dict[str, str]) -> None:
+def test_dropout_inside_a_forward_is_found(
+    model: nn.Module, expected: dict[str, str]
+) -> None:
     assert functional_dropout(model) == expected
 
 
 def test_attention_dropout_given_by_position_is_found() -> None:
-    assert functional_dropout(AttendingByPosition()) == {"": "calls F.scaled_dot_product_attention in its forward"}
+    assert functional_dropout(AttendingByPosition()) == {
+        "": "calls F.scaled_dot_product_attention in its forward"
+    }
 
 
 @pytest.mark.parametrize("build", [lambda: nn.Sequential(Functional()), Functional])
-def test_dropout_that_stays_off_is_reported_in_a_warning_and_in_the_summary(build: Any) -> None:
+def test_dropout_that_stays_off_is_reported_in_a_warning_and_in_the_summary(
+    build: Any,
+) -> None:
     net = build()
     name = "0" if isinstance(net, nn.Sequential) else ""
     with pytest.warns(
@@ -666,7 +790,10 @@ def test_dropout_that_stays_off_is_reported_in_a_warning_and_in_the_summary(buil
         sb.bayesianize(net, sb.MCDropout())
     assert len(caught) == 1 and caught[0].filename == __file__
     row = next(r for r in sb.summary(net).rows if r.name == name)
-    assert row.status == "skipped" and "functional dropout: calls F.dropout in its forward" in row.detail
+    assert (
+        row.status == "skipped"
+        and "functional dropout: calls F.dropout in its forward" in row.detail
+    )
 
 
 def test_a_recurrent_layers_dropout_is_reported_on_its_own_row() -> None:
@@ -687,10 +814,14 @@ def test_a_recurrent_layers_dropout_is_reported_on_its_own_row() -> None:
         sb.bayesianize(net, sb.MCDropout())
     rows = {r.name: r for r in sb.summary(net).rows}
     assert list(rows) == ["lstm", "drop", "head"]
-    assert rows["lstm"].detail.endswith("; functional dropout: dropout=0.3 between its layers")
+    assert rows["lstm"].detail.endswith(
+        "; functional dropout: dropout=0.3 between its layers"
+    )
 
 
-def test_no_warning_where_nothing_is_functional_or_no_dropout_layer_is_turned_on() -> None:
+def test_no_warning_where_nothing_is_functional_or_no_dropout_layer_is_turned_on() -> (
+    None
+):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sb.bayesianize(Clean(), sb.MCDropout())
@@ -713,9 +844,15 @@ def test_a_model_without_dropout_is_refused_in_words() -> None:
         r"dropout=0\.3 between its layers\. Make it an nn\.Dropout layer",
     ):
         sb.bayesianize(net, sb.MCDropout())
-    with pytest.raises(ValueError, match=r"MCDropout\(before='norm'\) looked for norm layers and found none"):
+    with pytest.raises(
+        ValueError,
+        match=r"MCDropout\(before='norm'\) looked for norm layers and found none",
+    ):
         sb.bayesianize(nn.Sequential(nn.Linear(3, 4)), sb.MCDropout(before="norm"))
-    with pytest.raises(ValueError, match=r"MCDropout\(before='conv\.\*'\) looked for layers whose whole name matches"):
+    with pytest.raises(
+        ValueError,
+        match=r"MCDropout\(before='conv\.\*'\) looked for layers whose whole name matches",
+    ):
         sb.bayesianize(nn.Sequential(nn.Linear(3, 4)), sb.MCDropout(before="conv.*"))
 
 
@@ -726,7 +863,10 @@ def test_a_model_without_dropout_is_refused_in_words() -> None:
         ({"rate": -0.1}, r"rate must lie in \[0, 1\)"),
         ({"rate": "half"}, r"rate must lie in \[0, 1\)"),
         ({"unit": "row"}, "unknown unit 'row'"),
-        ({"before": "norm("}, r"before='norm\(' is neither norm, output, input nor a regular expression"),
+        (
+            {"before": "norm("},
+            r"before='norm\(' is neither norm, output, input nor a regular expression",
+        ),
         ({"tau": 1.0}, "tau needs unit='channel'"),
     ],
 )
@@ -736,21 +876,30 @@ def test_impossible_options_are_refused(options: dict[str, Any], words: str) -> 
 
 
 def test_impossible_rates_of_dropconnect_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"DropConnect: rate must lie in \[0, 1\), got 1"):
+    with pytest.raises(
+        ValueError, match=r"DropConnect: rate must lie in \[0, 1\), got 1"
+    ):
         sb.DropConnect(rate=1)
 
 
 def test_dropping_single_word_indices_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match="unit='channel'"):
-        sb.bayesianize(nn.Sequential(nn.Embedding(5, 4)), sb.MCDropout(before="0"))(torch.randint(5, (3, 2)))
+        sb.bayesianize(nn.Sequential(nn.Embedding(5, 4)), sb.MCDropout(before="0"))(
+            torch.randint(5, (3, 2))
+        )
 
 
 def test_channel_dropout_of_an_embedding_drops_words() -> None:
     """Every occurrence of a word in a row is dropped together."""
-    net = sb.bayesianize(nn.Sequential(nn.Embedding(5, 4)), sb.MCDropout(before="0", unit="channel", rate=0.5))
+    net = sb.bayesianize(
+        nn.Sequential(nn.Embedding(5, 4)),
+        sb.MCDropout(before="0", unit="channel", rate=0.5),
+    )
     words = torch.tensor([[0, 1, 0, 2, 1]]).repeat(200, 1)
     dropped = (net(words) == 0).all(-1)
-    assert torch.equal(dropped[:, 0], dropped[:, 2]) and torch.equal(dropped[:, 1], dropped[:, 4])
+    assert torch.equal(dropped[:, 0], dropped[:, 2]) and torch.equal(
+        dropped[:, 1], dropped[:, 4]
+    )
     assert frequency_p(dropped[:, :2], 0.5) > RARE
 
 
@@ -772,14 +921,20 @@ def bert() -> nn.Module:
     return transformers.BertForSequenceClassification(config).eval()
 
 
-def test_berts_dropout_layers_are_turned_on_and_its_attention_dropout_is_reported() -> None:
+def test_berts_dropout_layers_are_turned_on_and_its_attention_dropout_is_reported() -> (
+    None
+):
     """transformers hands attention dropout to a function as a number: that layer is converted, but never runs."""
     with pytest.warns(
-        UserWarning, match=r"bert\.encoder\.layer\.0\.attention\.self calls attention_interface in its forward"
+        UserWarning,
+        match=r"bert\.encoder\.layer\.0\.attention\.self calls attention_interface in its forward",
     ):
         net = sb.bayesianize(bert(), sb.MCDropout(rate=0.3))
     ids = torch.randint(20, (3, 6))
-    with pytest.warns(UserWarning, match=r"never called: bert\.encoder\.layer\.0\.attention\.self\.dropout"):
+    with pytest.warns(
+        UserWarning,
+        match=r"never called: bert\.encoder\.layer\.0\.attention\.self\.dropout",
+    ):
         drawn = sb.sample(net, ids, draws=5).logits
     assert len(drawn.flatten(1).unique(dim=0)) == 5
     with sb.frozen(net, draws=2):

@@ -17,17 +17,24 @@ from slimbayes.lab.runs.trained import load_run
 
 
 @pytest.mark.parametrize(
-    ("square", "count", "shape", "mean"), [(3.0, 4, 1.0, 1.0), (0.2, 7, 2.5, 3.0), (50.0, 1, 0.4, 0.1)]
+    ("square", "count", "shape", "mean"),
+    [(3.0, 4, 1.0, 1.0), (0.2, 7, 2.5, 3.0), (50.0, 1, 0.4, 0.1)],
 )
-def test_the_collapsed_bound_is_the_evidence_of_the_hyperprior_by_quadrature(square, count, shape, mean):
+def test_the_collapsed_bound_is_the_evidence_of_the_hyperprior_by_quadrature(
+    square, count, shape, mean
+):
     prior = stats.gamma(shape, scale=mean / shape)
     evidence, _ = integrate.quad(
-        lambda tau: prior.pdf(tau) * (tau / mean) ** (count / 2) * math.exp(-tau * square / 2),
+        lambda tau: (
+            prior.pdf(tau) * (tau / mean) ** (count / 2) * math.exp(-tau * square / 2)
+        ),
         0,
         math.inf,
         epsabs=1e-13,
     )
-    assert float(marginal_cost(torch.tensor(square).double(), count, shape, mean)) == pytest.approx(-math.log(evidence))
+    assert float(
+        marginal_cost(torch.tensor(square).double(), count, shape, mean)
+    ) == pytest.approx(-math.log(evidence))
 
 
 def best_q(square, count, shape, mean):
@@ -47,7 +54,12 @@ def test_it_is_what_is_left_of_the_bound_at_the_best_q_and_no_other_q_is_better(
     a, b = best_q(square, count, shape, mean)
     best = float(marginal_cost(square, count, shape, mean))
     assert bound(a, b) == pytest.approx(best)
-    assert all(bound(a * f, b * g) > best for f in (0.8, 1.0, 1.25) for g in (0.8, 1.0, 1.25) if (f, g) != (1.0, 1.0))
+    assert all(
+        bound(a * f, b * g) > best
+        for f in (0.8, 1.0, 1.25)
+        for g in (0.8, 1.0, 1.25)
+        if (f, g) != (1.0, 1.0)
+    )
 
 
 @pytest.mark.parametrize("cross", [False, True])
@@ -55,26 +67,51 @@ def test_a_models_kl_with_inferred_precisions_is_the_sum_over_its_layers(cross):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     config = sb.ModelPatch(
-        components=3, cross=cross, patch="norm+output", tau=2.0, rho=0.5, precision_shape=1.5, jitter=1.0
+        components=3,
+        cross=cross,
+        patch="norm+output",
+        tau=2.0,
+        rho=0.5,
+        precision_shape=1.5,
+        jitter=1.0,
     )
     net = sb.bayesianize(net, config)
     expected = 0.0
     for layer in (net[1], net[2]):
         q = layer.posterior["weight"]
-        for own, others, mean in ((layer.weight, q.weight, 2.0), (layer.bias, q.bias, 0.5)):
+        for own, others, mean in (
+            (layer.weight, q.weight, 2.0),
+            (layer.bias, q.bias, 0.5),
+        ):
             every = torch.cat([own[None], others]).detach()
-            expected += float(marginal_cost(every.square().sum() / 3, own.numel(), 1.5, mean))
+            expected += float(
+                marginal_cost(every.square().sum() / 3, own.numel(), 1.5, mean)
+            )
     assert float(sb.kl(net).detach()) == pytest.approx(expected, rel=1e-5)
     sb.kl(net).backward()
-    assert net[1].weight.grad is not None and net[1].posterior["weight"].weight.grad is not None
+    assert (
+        net[1].weight.grad is not None
+        and net[1].posterior["weight"].weight.grad is not None
+    )
     # a prior of large shape is a fixed precision
-    fixed = sb.bayesianize(nn.LayerNorm(4), sb.ModelPatch(components=2, tau=2.0, init="ones"))
-    free = sb.bayesianize(nn.LayerNorm(4), sb.ModelPatch(components=2, tau=2.0, init="ones", precision_shape=1e5))
-    assert float(sb.kl(free).detach()) == pytest.approx(float(sb.kl(fixed).detach()), rel=1e-3)
+    fixed = sb.bayesianize(
+        nn.LayerNorm(4), sb.ModelPatch(components=2, tau=2.0, init="ones")
+    )
+    free = sb.bayesianize(
+        nn.LayerNorm(4),
+        sb.ModelPatch(components=2, tau=2.0, init="ones", precision_shape=1e5),
+    )
+    assert float(sb.kl(free).detach()) == pytest.approx(
+        float(sb.kl(fixed).detach()), rel=1e-3
+    )
     shared = sb.shared_precision(net, shape=1.5, tau=2.0, rho=0.5)
     first = [(net[0].weight, 2.0), (net[0].bias, 0.5)]
     assert float(shared.detach()) == pytest.approx(
-        sum(float(marginal_cost(p.detach().square().sum(), p.numel(), 1.5, mean)) for p, mean in first), rel=1e-5
+        sum(
+            float(marginal_cost(p.detach().square().sum(), p.numel(), 1.5, mean))
+            for p, mean in first
+        ),
+        rel=1e-5,
     )
 
 
@@ -92,7 +129,12 @@ def test_the_output_precision_finds_the_closed_form_posterior():
     torch.manual_seed(0)
     outputs, y = torch.zeros(1, 40, 2).double(), 0.3 * torch.randn(40, 2).double()
     noise = sb.OutputPrecision(shape=1.0, mean=1.0).double()
-    optimizer = torch.optim.LBFGS(noise.parameters(), max_iter=200, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        noise.parameters(),
+        max_iter=200,
+        tolerance_grad=1e-10,
+        line_search_fn="strong_wolfe",
+    )
 
     def loss():
         optimizer.zero_grad()
@@ -111,13 +153,30 @@ def test_the_output_precision_finds_the_closed_form_posterior():
 def test_one_part_rests_while_the_other_is_trained(tmp_path: Path):
     """Of three steps each, by weights after phases that end with epochs of three steps."""
     method = {"kind": "ModelPatch", "components": 2, "patch": "norm+output"}
-    data, train = {"train_limit": 150}, {"alternate": 3, "batch": 50, "weight_decay": 0.01}
+    data, train = (
+        {"train_limit": 150},
+        {"alternate": 3, "batch": 50, "weight_decay": 0.01},
+    )
 
     def trained(epochs):
-        run = fit(experiment(method=method, data=data, train={**train, "epochs": epochs}), tmp_path / str(epochs), CPU)
+        run = fit(
+            experiment(method=method, data=data, train={**train, "epochs": epochs}),
+            tmp_path / str(epochs),
+            CPU,
+        )
         net = load_run(run, CPU).network
-        shared = [p for g in sb.param_groups(net, apart=True) if g["part"] == "shared" for p in g["params"]]
-        patch = [p for g in sb.param_groups(net, apart=True) if g["part"] == "patch" for p in g["params"]]
+        shared = [
+            p
+            for g in sb.param_groups(net, apart=True)
+            if g["part"] == "shared"
+            for p in g["params"]
+        ]
+        patch = [
+            p
+            for g in sb.param_groups(net, apart=True)
+            if g["part"] == "patch"
+            for p in g["params"]
+        ]
         assert len(shared) + len(patch) == len(list(net.parameters()))
         return shared, patch
 
@@ -126,7 +185,9 @@ def test_one_part_rests_while_the_other_is_trained(tmp_path: Path):
     def same(a, b):
         return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
-    assert same(one[0], two[0]) and not same(one[1], two[1])  # the second phase moves patches alone
+    assert same(one[0], two[0]) and not same(
+        one[1], two[1]
+    )  # the second phase moves patches alone
     assert not same(two[0], three[0]) and same(two[1], three[1])
     with pytest.raises(ValueError, match="phases of at least one step"):
         sb.schedules.alternating(0)
@@ -142,11 +203,21 @@ def test_coordinate_descent_ends_where_descent_ends():
     def descend(every):
         torch.manual_seed(1)
         net = sb.bayesianize(
-            nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1)), {"1": sb.Mixture(components=1, tau=None)}
+            nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1)),
+            {"1": sb.Mixture(components=1, tau=None)},
         )
-        nn.init.ones_(net[0].weight), nn.init.ones_(net[1].weight), nn.init.zeros_(net[1].bias)
+        (
+            nn.init.ones_(net[0].weight),
+            nn.init.ones_(net[1].weight),
+            nn.init.zeros_(net[1].bias),
+        )
         groups = sb.param_groups(net, apart=True)
-        assert [p is net[0].weight for g in groups if g["part"] == "shared" for p in g["params"]] == [True]
+        assert [
+            p is net[0].weight
+            for g in groups
+            if g["part"] == "shared"
+            for p in g["params"]
+        ] == [True]
         optimizer = torch.optim.SGD(groups, lr=0.2)
         for step in range(150):
             part = None if every is None else sb.schedules.alternating(every)(step)
@@ -155,7 +226,13 @@ def test_coordinate_descent_ends_where_descent_ends():
             optimizer.zero_grad()
             sb.gaussian(sb.sample(net, x), y, 1.0).backward()
             optimizer.step()
-        return float((net[0].weight * net[1].weight).detach()), float(net[1].bias.detach())
+        return float((net[0].weight * net[1].weight).detach()), float(
+            net[1].bias.detach()
+        )
 
-    torch.testing.assert_close(torch.tensor(descend(5)), torch.tensor((2.0, 1.0)), atol=1e-3, rtol=0)
-    torch.testing.assert_close(torch.tensor(descend(None)), torch.tensor((2.0, 1.0)), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor(descend(5)), torch.tensor((2.0, 1.0)), atol=1e-3, rtol=0
+    )
+    torch.testing.assert_close(
+        torch.tensor(descend(None)), torch.tensor((2.0, 1.0)), atol=1e-3, rtol=0
+    )

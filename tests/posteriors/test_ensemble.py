@@ -39,7 +39,9 @@ def normed() -> nn.Sequential:
 
 
 def images() -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)
+    )
 
 
 class Custom(nn.Module):
@@ -54,19 +56,31 @@ class Custom(nn.Module):
         self.register_buffer("offset", torch.randn(4))
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
-    def forward(self, x: Tensor, scale: Tensor | None = None, power: int = 1) -> dict[str, Any]:
+    def forward(
+        self, x: Tensor, scale: Tensor | None = None, power: int = 1
+    ) -> dict[str, Any]:
         self.calls += 1
         y = self.body(x) * self.token + self.offset
         y = y if scale is None else y * scale[:, None]
-        return {"out": y**power, "pair": (y.sum(-1), y.argmax(-1)), "loss": y.square().mean(), "name": "custom"}
+        return {
+            "out": y**power,
+            "pair": (y.sum(-1), y.argmax(-1)),
+            "loss": y.square().mean(),
+            "name": "custom",
+        }
 
 
 def nets_of(net: nn.Module) -> list[nn.Module]:
     """The K networks of an ensemble as plain modules of their own."""
-    return [sb.debayesianize(copy.deepcopy(net)), *(copy.deepcopy(m) for m in net.posterior["members"].others)]
+    return [
+        sb.debayesianize(copy.deepcopy(net)),
+        *(copy.deepcopy(m) for m in net.posterior["members"].others),
+    ]
 
 
-def ensemble_of(build: Callable[[], nn.Module], members: int = 3, **options: Any) -> nn.Module:
+def ensemble_of(
+    build: Callable[[], nn.Module], members: int = 3, **options: Any
+) -> nn.Module:
     options = {"init": "copies", "jitter": 0.5} | options
     return sb.bayesianize(build(), sb.Ensemble(members=members, **options))
 
@@ -78,11 +92,16 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(3, 2), (7, 3)),
     "tokens": (
         lambda: nn.Sequential(
-            nn.Linear(3, 4), nn.LayerNorm(4), nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+            nn.Linear(3, 4),
+            nn.LayerNorm(4),
+            nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
         ),
         (7, 5, 3),
     ),
-    "recurrent": (lambda: nn.LSTM(3, 4, num_layers=2, batch_first=True, bidirectional=True), (7, 5, 3)),
+    "recurrent": (
+        lambda: nn.LSTM(3, 4, num_layers=2, batch_first=True, bidirectional=True),
+        (7, 5, 3),
+    ),
 }
 
 
@@ -94,14 +113,21 @@ def first(output: Any) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("draws", "fold", "network"), pairwise([1, 2], [True, False], NETWORKS))
-def test_member_k_is_the_kth_network_bit_for_bit(network: str, fold: bool, draws: int) -> None:
+@pytest.mark.parametrize(
+    ("draws", "fold", "network"), pairwise([1, 2], [True, False], NETWORKS)
+)
+def test_member_k_is_the_kth_network_bit_for_bit(
+    network: str, fold: bool, draws: int
+) -> None:
     build, shape = NETWORKS[network]
     net = ensemble_of(build, execution="loop").eval()
     x = torch.randn(shape)
     with torch.no_grad():
         y = first(sb.sample(net, x, draws=draws, fold=fold))
-        alone = [first(m(x.repeat(draws if fold else 1, *[1] * (x.dim() - 1))))[:7] for m in nets_of(net)]
+        alone = [
+            first(m(x.repeat(draws if fold else 1, *[1] * (x.dim() - 1))))[:7]
+            for m in nets_of(net)
+        ]
     assert y.shape[:2] == (3 * draws, 7)
     for j, k in enumerate(itertools.islice(itertools.cycle(range(3)), 3 * draws)):
         assert torch.equal(y[j], alone[k])
@@ -116,7 +142,11 @@ def test_batched_execution_equals_the_loop_with_its_gradients(network: str) -> N
     batched.posterior["members"].batched = True
     x = torch.randn(shape).double()
     weights = torch.randn_like(first(sb.sample(loop, x)))
-    for run in (lambda net: sb.sample(net, x), lambda net: sb.sample(net, x, draws=2), lambda net: net(x)):
+    for run in (
+        lambda net: sb.sample(net, x),
+        lambda net: sb.sample(net, x, draws=2),
+        lambda net: net(x),
+    ):
         outputs = []
         for net in (loop, batched):
             net.zero_grad()
@@ -125,7 +155,9 @@ def test_batched_execution_equals_the_loop_with_its_gradients(network: str) -> N
             (y * (weights if y.shape == weights.shape else y.detach())).sum().backward()
             outputs.append(y)
         torch.testing.assert_close(*outputs)
-        for (name, p), q in zip(loop.named_parameters(), batched.parameters(), strict=True):
+        for (name, p), q in zip(
+            loop.named_parameters(), batched.parameters(), strict=True
+        ):
             torch.testing.assert_close(q.grad, p.grad, msg=name)
 
 
@@ -141,9 +173,12 @@ def test_batched_execution_falls_back_where_batch_norm_trains(execution: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rows", "execution"), [(1, "loop"), (2, "batched"), (5, "loop"), (7, "batched"), (12, "loop")]
+    ("rows", "execution"),
+    [(1, "loop"), (2, "batched"), (5, "loop"), (7, "batched"), (12, "loop")],
 )
-def test_rows_of_a_bare_call_are_shared_out_among_the_members(rows: int, execution: str) -> None:
+def test_rows_of_a_bare_call_are_shared_out_among_the_members(
+    rows: int, execution: str
+) -> None:
     """Blocks as equal as the number allows; each row is one member's, members follow each other, starting at a random
     one."""
     net = ensemble_of(mlp, execution=execution).double().eval()
@@ -162,7 +197,13 @@ def test_rows_of_a_bare_call_are_shared_out_among_the_members(rows: int, executi
     assert min(stats.chisquare(line).pvalue for line in counts.numpy()) > RARE
     assert (
         stats.chi2_contingency(
-            [[sum(a == i and b == j for a, b in itertools.pairwise(starts)) for j in range(3)] for i in range(3)]
+            [
+                [
+                    sum(a == i and b == j for a, b in itertools.pairwise(starts))
+                    for j in range(3)
+                ]
+                for i in range(3)
+            ]
         ).pvalue
         > RARE
     )
@@ -201,7 +242,9 @@ def test_predict_keeps_members_apart() -> None:
     torch.testing.assert_close(pred.probs, alone.mean(0))
     entropy = torch.special.entr(alone.mean(0)).sum(-1)
     torch.testing.assert_close(pred.entropy, entropy)
-    torch.testing.assert_close(pred.epistemic, entropy - torch.special.entr(alone).sum(-1).mean(0))
+    torch.testing.assert_close(
+        pred.epistemic, entropy - torch.special.entr(alone).sum(-1).mean(0)
+    )
 
 
 # Any module -----------------------------------------------------------------------------------------------------------
@@ -224,25 +267,38 @@ def test_custom_modules_with_stray_parameters_buffers_and_nested_outputs() -> No
     assert bare["out"].shape == (4, 4) and bare["pair"][1].shape == (4,)
 
 
-def test_fresh_members_renew_parameters_that_nothing_resets_and_member_0_keeps_its_own() -> None:
+def test_fresh_members_renew_parameters_that_nothing_resets_and_member_0_keeps_its_own() -> (
+    None
+):
     net = Custom()
     with torch.no_grad():
         net.token.normal_()
     before = {n: t.clone() for n, t in net.state_dict().items()}
-    with pytest.warns(UserWarning, match=r"1 parameters \(token\) do not start as torch starts them"):
+    with pytest.warns(
+        UserWarning, match=r"1 parameters \(token\) do not start as torch starts them"
+    ):
         sb.bayesianize(net, sb.Ensemble(members=3))
     assert "token" in str(sb.summary(net))
     members = nets_of(net)
     assert all(torch.equal(t, before[n]) for n, t in members[0].state_dict().items())
     tokens = [m.token for m in members]
-    assert not torch.equal(tokens[0], tokens[1]) and not torch.equal(tokens[1], tokens[2])
-    plain = nn.Sequential(nn.Linear(2, 2), nn.ParameterList([torch.randn(3), torch.randn(4)]))
+    assert not torch.equal(tokens[0], tokens[1]) and not torch.equal(
+        tokens[1], tokens[2]
+    )
+    plain = nn.Sequential(
+        nn.Linear(2, 2), nn.ParameterList([torch.randn(3), torch.randn(4)])
+    )
     with pytest.warns(UserWarning, match="Give factory="):
         lists = nets_of(sb.bayesianize(plain, sb.Ensemble(members=2)))
-    assert all(a.shape == b.shape and not torch.equal(a, b) for a, b in zip(lists[0][1], lists[1][1], strict=True))
+    assert all(
+        a.shape == b.shape and not torch.equal(a, b)
+        for a, b in zip(lists[0][1], lists[1][1], strict=True)
+    )
 
 
-def test_members_start_as_the_network_did_where_that_is_known_and_say_where_it_is_not() -> None:
+def test_members_start_as_the_network_did_where_that_is_known_and_say_where_it_is_not() -> (
+    None
+):
     """A network whose constructor started it by He's rule, with biases at zero: a factory starts the others so, and
     without one they get the spread and the constants, with a warning. What torch started itself goes without."""
 
@@ -254,25 +310,39 @@ def test_members_start_as_the_network_did_where_that_is_known_and_say_where_it_i
         return net
 
     known = sb.bayesianize(build(), sb.Ensemble(members=4, factory=build))
-    with pytest.warns(UserWarning, match=r"Ensemble of the model: 2 parameters \(0.weight, 2.weight\).*factory="):
+    with pytest.warns(
+        UserWarning,
+        match=r"Ensemble of the model: 2 parameters \(0.weight, 2.weight\).*factory=",
+    ):
         guessed = sb.bayesianize(build(), sb.Ensemble(members=4))
-    for net, law in ((known, stats.norm), (guessed, stats.uniform(-math.sqrt(3), 2 * math.sqrt(3)))):
+    for net, law in (
+        (known, stats.norm),
+        (guessed, stats.uniform(-math.sqrt(3), 2 * math.sqrt(3))),
+    ):
         weights = [m.get_parameter("0.weight") for m in net.posterior["members"].others]
         numbers = (torch.cat(weights).detach() / math.sqrt(2 / 30)).flatten().numpy()
         assert 0.95 < numbers.std() < 1.05
-        assert stats.kstest(numbers / numbers.std(), law.cdf).pvalue > RARE  # the guess has torch's own shape
-        assert not any(m.get_parameter("0.bias").any() for m in net.posterior["members"].others)
+        assert (
+            stats.kstest(numbers / numbers.std(), law.cdf).pvalue > RARE
+        )  # the guess has torch's own shape
+        assert not any(
+            m.get_parameter("0.bias").any() for m in net.posterior["members"].others
+        )
     assert not sb.bayesianize(mlp(), sb.Ensemble(members=4)).posterior["members"].note
 
 
 def test_a_loaded_ensemble_has_no_word_on_how_it_started(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="factory="):
         net = sb.bayesianize(Custom(), sb.Ensemble(members=2))
-    again = sb.load(sb.debayesianize(copy.deepcopy(net)), sb.save(net, tmp_path / "saved"))
+    again = sb.load(
+        sb.debayesianize(copy.deepcopy(net)), sb.save(net, tmp_path / "saved")
+    )
     assert not again.posterior["members"].note
 
 
-@pytest.mark.parametrize("build", [mlp, normed, images, lambda: nn.GRU(3, 4), lambda: nn.Embedding(9, 4)])
+@pytest.mark.parametrize(
+    "build", [mlp, normed, images, lambda: nn.GRU(3, 4), lambda: nn.Embedding(9, 4)]
+)
 def test_fresh_members_start_as_torch_starts_them_and_member_0_keeps_its_weights(
     build: Callable[[], nn.Module],
 ) -> None:
@@ -287,7 +357,9 @@ def test_fresh_members_start_as_torch_starts_them_and_member_0_keeps_its_weights
     for name, p in build().named_parameters():
         values = [o.get_parameter(name) for o in others]
         if p.std() == 0:  # what is constant was started so, and by nobody trained
-            assert all(torch.equal(value, plain.get_parameter(name)) for value in values)
+            assert all(
+                torch.equal(value, plain.get_parameter(name)) for value in values
+            )
             continue
         for value in values:
             limit = p.abs().max() + 0.1 if p.dim() == 1 else 4 * p.std() + 0.5
@@ -298,7 +370,9 @@ def test_fresh_members_start_as_torch_starts_them_and_member_0_keeps_its_weights
         for o in others:
             for m in o.modules():
                 if hasattr(m, buffer):
-                    assert (getattr(m, buffer) == (0 if buffer == "running_mean" else 1)).all()
+                    assert (
+                        getattr(m, buffer) == (0 if buffer == "running_mean" else 1)
+                    ).all()
 
 
 def test_fresh_attention_starts_as_torch_starts_it() -> None:
@@ -323,14 +397,21 @@ def test_copies_have_jitter_relative_to_each_parameters_size() -> None:
     plain = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 30))
     with torch.no_grad():
         plain[1].weight.mul_(100)
-    net = sb.bayesianize(copy.deepcopy(plain), sb.Ensemble(members=3, init="copies", jitter=0.1))
+    net = sb.bayesianize(
+        copy.deepcopy(plain), sb.Ensemble(members=3, init="copies", jitter=0.1)
+    )
     for other in net.posterior["members"].others:
         for p, q in zip(plain.parameters(), other.parameters(), strict=True):
             noise = (q - p) / p.square().mean().sqrt() / 0.1
             assert stats.kstest(noise.detach().flatten().numpy(), "norm").pvalue > RARE
     net = sb.bayesianize(copy.deepcopy(plain), sb.Ensemble(members=2, init="copies"))
     assert all(
-        torch.equal(p, q) for p, q in zip(plain.parameters(), net.posterior["members"].others.parameters(), strict=True)
+        torch.equal(p, q)
+        for p, q in zip(
+            plain.parameters(),
+            net.posterior["members"].others.parameters(),
+            strict=True,
+        )
     )
 
 
@@ -380,8 +461,13 @@ class Children(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("build", [Projecting, Running, lambda: Heads([nn.Linear(3, 2), nn.Linear(3, 2)]), Children])
-def test_names_and_children_of_the_library_do_not_get_in_a_modules_way(build: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "build",
+    [Projecting, Running, lambda: Heads([nn.Linear(3, 2), nn.Linear(3, 2)]), Children],
+)
+def test_names_and_children_of_the_library_do_not_get_in_a_modules_way(
+    build: Callable[[], nn.Module],
+) -> None:
     net, x = build(), torch.randn(4, 3)
     expected = net(x)
     sb.bayesianize(net, sb.Ensemble(members=2, init="copies"))
@@ -415,7 +501,9 @@ def test_tuples_and_named_inputs() -> None:
             super().__init__()
             self.a, self.b = nn.Linear(3, 2), nn.Linear(4, 2)
 
-        def forward(self, x: Tensor, *, z: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        def forward(
+            self, x: Tensor, *, z: Tensor, mask: Tensor
+        ) -> tuple[Tensor, Tensor]:
             return self.a(x) + self.b(z), mask.sum() + self.b.bias
 
     net = ensemble_of(Two)
@@ -427,17 +515,24 @@ def test_tuples_and_named_inputs() -> None:
     y, bias = sb.sample(net, x, z=z, mask=mask)
     alone = [m(x, z=z, mask=mask) for m in nets_of(net)]
     torch.testing.assert_close(y, torch.stack([a for a, _ in alone]))
-    torch.testing.assert_close(bias, torch.stack([b for _, b in alone]))  # without rows, and each member has its own
+    torch.testing.assert_close(
+        bias, torch.stack([b for _, b in alone])
+    )  # without rows, and each member has its own
 
 
 def test_packed_sequences_go_to_one_member_and_say_so() -> None:
     net = sb.bayesianize(nn.LSTM(3, 4), sb.Ensemble(members=2))
     packed = pack_sequence([torch.randn(4, 3), torch.randn(2, 3)])
     alone = [m(packed)[0].data for m in nets_of(net)]
-    with pytest.warns(UserWarning, match="draw by draw.*members cannot share out a packed sequence"):
+    with pytest.warns(
+        UserWarning, match="draw by draw.*members cannot share out a packed sequence"
+    ):
         gaps = [(net(packed)[0].data - alone[0]).abs().max()]
     gaps += [(net(packed)[0].data - alone[0]).abs().max() for _ in range(20)]
-    assert {bool(gap < 1e-6) for gap in gaps} == {True, False}  # now one member, now the other
+    assert {bool(gap < 1e-6) for gap in gaps} == {
+        True,
+        False,
+    }  # now one member, now the other
     for _ in range(5):
         y = net(packed)[0].data
         assert min((y - a).abs().max() for a in alone) < 1e-6
@@ -456,12 +551,16 @@ def test_packed_sequences_go_to_one_member_and_say_so() -> None:
         lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0),
     ],
 )
-def test_sequence_first_networks_hold_their_rows_in_the_second_dimension(build: Callable[[], nn.Module]) -> None:
+def test_sequence_first_networks_hold_their_rows_in_the_second_dimension(
+    build: Callable[[], nn.Module],
+) -> None:
     net = ensemble_of(build).eval()
     x = torch.randn(7, 3, 4)
     alone = [m(x) for m in nets_of(net)]
     for run in (lambda: sb.sample(net, x), lambda: sb.sample(net, x, fold=False)):
-        for ours, *theirs in zip(pytree.tree_leaves(run()), *map(pytree.tree_leaves, alone), strict=True):
+        for ours, *theirs in zip(
+            pytree.tree_leaves(run()), *map(pytree.tree_leaves, alone), strict=True
+        ):
             torch.testing.assert_close(ours, torch.stack(theirs))
     y = first(net(x))
     for row in range(3):
@@ -477,17 +576,30 @@ class SequenceFirst(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.transpose(0, 1)
-        y = self.inner(x, x, x)[0] if isinstance(self.inner, nn.MultiheadAttention) else self.inner(x)[0]
+        y = (
+            self.inner(x, x, x)[0]
+            if isinstance(self.inner, nn.MultiheadAttention)
+            else self.inner(x)[0]
+        )
         return self.head(y[-1])
 
 
-@pytest.mark.parametrize("build", [lambda: nn.LSTM(4, 4), lambda: nn.MultiheadAttention(4, 2)])
-def test_sequence_first_layers_inside_a_model_are_dealt_out_by_rows(build: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "build", [lambda: nn.LSTM(4, 4), lambda: nn.MultiheadAttention(4, 2)]
+)
+def test_sequence_first_layers_inside_a_model_are_dealt_out_by_rows(
+    build: Callable[[], nn.Module],
+) -> None:
     config = sb.Ensemble(members=2, init="copies", jitter=0.5)
-    net = sb.bayesianize(SequenceFirst(build()), {"inner": config, "head": config}).eval()
+    net = sb.bayesianize(
+        SequenceFirst(build()), {"inner": config, "head": config}
+    ).eval()
     x = torch.randn(3, 6, 4)
     other = sb.debayesianize(copy.deepcopy(net))
-    other.inner, other.head = net.inner.posterior["members"].others[0], net.head.posterior["members"].others[0]
+    other.inner, other.head = (
+        net.inner.posterior["members"].others[0],
+        net.head.posterior["members"].others[0],
+    )
     torch.testing.assert_close(sb.sample(net, x)[1], other(x))
 
 
@@ -503,7 +615,11 @@ class Positions(nn.Module):
 class Token(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.token, self.table, self.head = nn.Parameter(torch.randn(1, 1, 4)), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.token, self.table, self.head = (
+            nn.Parameter(torch.randn(1, 1, 4)),
+            nn.Linear(4, 4),
+            nn.Linear(4, 2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x + self.table(self.token))
@@ -511,15 +627,22 @@ class Token(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 @pytest.mark.parametrize("build", [Positions, Token])
-def test_inputs_without_rows_reach_every_member_of_a_layer(build: Callable[[], nn.Module]) -> None:
+def test_inputs_without_rows_reach_every_member_of_a_layer(
+    build: Callable[[], nn.Module],
+) -> None:
     config = sb.Ensemble(members=2, init="copies", jitter=0.5)
     net = sb.bayesianize(build(), {"table": config, "head": config})
     x = torch.randn(3, 5, 4)
     nets = [sb.debayesianize(copy.deepcopy(net)) for _ in range(2)]
-    nets[1].table, nets[1].head = net.table.posterior["members"].others[0], net.head.posterior["members"].others[0]
+    nets[1].table, nets[1].head = (
+        net.table.posterior["members"].others[0],
+        net.head.posterior["members"].others[0],
+    )
     alone = torch.stack([m(x) for m in nets])
     torch.testing.assert_close(sb.sample(net, x), alone)
-    for _ in range(10):  # the layer on the positions and the head see the same member, whichever comes first
+    for _ in range(
+        10
+    ):  # the layer on the positions and the head see the same member, whichever comes first
         gap = (alone - net(x)).abs().amax((2, 3))
         assert gap.amin(0).max() < 1e-5
 
@@ -528,7 +651,10 @@ def test_positions_beside_a_single_row_reach_one_member() -> None:
     config = sb.Ensemble(members=2, init="copies", jitter=0.5)
     net = sb.bayesianize(Positions(), {"table": config, "head": config})
     nets = [sb.debayesianize(copy.deepcopy(net)) for _ in range(2)]
-    nets[1].table, nets[1].head = net.table.posterior["members"].others[0], net.head.posterior["members"].others[0]
+    nets[1].table, nets[1].head = (
+        net.table.posterior["members"].others[0],
+        net.head.posterior["members"].others[0],
+    )
     x = torch.randn(1, 6, 4)
     assert min((net(x) - m(x)).abs().max() for m in nets) < 1e-5
 
@@ -556,14 +682,23 @@ def test_states_go_in_and_out_by_rows() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("execution", "network"), each(["loop", "batched"], ["mlp", "batch-norm", "images"]))
-def test_members_trained_together_equal_members_trained_apart(network: str, execution: str) -> None:
+@pytest.mark.parametrize(
+    ("execution", "network"), each(["loop", "batched"], ["mlp", "batch-norm", "images"])
+)
+def test_members_trained_together_equal_members_trained_apart(
+    network: str, execution: str
+) -> None:
     """The same data, SGD with momentum and decay; the joint loss is the average over members times K."""
     build, shape = NETWORKS[network]
     net = ensemble_of(build, execution=execution).double()
     nets = nets_of(net)
-    together = torch.optim.SGD(sb.param_groups(net, weight_decay=0.01), lr=0.05, momentum=0.9)
-    apart = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01) for m in nets]
+    together = torch.optim.SGD(
+        sb.param_groups(net, weight_decay=0.01), lr=0.05, momentum=0.9
+    )
+    apart = [
+        torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+        for m in nets
+    ]
     for _ in range(15):
         x, y = torch.randn(shape).double(), torch.randint(2, (shape[0],))
         together.zero_grad()
@@ -577,7 +712,9 @@ def test_members_trained_together_equal_members_trained_apart(network: str, exec
             optimizer.step()
     for ours, theirs in zip(nets_of(net), nets, strict=True):
         for name, value in theirs.state_dict().items():
-            torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-6, atol=1e-9, msg=name)
+            torch.testing.assert_close(
+                ours.state_dict()[name], value, rtol=1e-6, atol=1e-9, msg=name
+            )
 
 
 def test_members_keep_batch_norm_statistics_of_their_own() -> None:
@@ -593,14 +730,17 @@ def test_members_keep_batch_norm_statistics_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("rows", [4, 5])
-def test_a_bare_call_in_training_normalises_each_member_over_its_own_rows(rows: int) -> None:
+def test_a_bare_call_in_training_normalises_each_member_over_its_own_rows(
+    rows: int,
+) -> None:
     net = ensemble_of(normed, members=2)
     nets = nets_of(net)
     x = torch.randn(rows, 3)
     y, half = net(x), -(-rows // 2)
     with torch.no_grad():
         candidates = [
-            torch.cat([copy.deepcopy(a)(x[:half]), copy.deepcopy(b)(x[half:])]) for a, b in (nets, nets[::-1])
+            torch.cat([copy.deepcopy(a)(x[:half]), copy.deepcopy(b)(x[half:])])
+            for a, b in (nets, nets[::-1])
         ]
     assert min((y - c).abs().max() for c in candidates) < 1e-5
 
@@ -619,14 +759,17 @@ def test_modes_and_types_reach_every_member() -> None:
     net = ensemble_of(normed).eval()
     assert not any(m.training for m in net.modules())
     net.train().double()
-    assert all(m.training for m in net.modules()) and {p.dtype for p in net.parameters()} == {torch.float64}
+    assert all(m.training for m in net.modules()) and {
+        p.dtype for p in net.parameters()
+    } == {torch.float64}
     assert sb.sample(net, torch.randn(4, 3).double()).dtype == torch.float64
 
 
 def test_dropout_inside_members_is_drawn_apart() -> None:
     for execution in ("loop", "batched"):
         net = sb.bayesianize(
-            nn.Sequential(nn.Linear(3, 50), nn.Dropout(0.5)), sb.Ensemble(members=2, init="copies", execution=execution)
+            nn.Sequential(nn.Linear(3, 50), nn.Dropout(0.5)),
+            sb.Ensemble(members=2, init="copies", execution=execution),
         )
         y = sb.sample(net, torch.randn(4, 3))
         assert not torch.equal(y[0] == 0, y[1] == 0)
@@ -636,24 +779,34 @@ def test_dropout_inside_members_is_drawn_apart() -> None:
 
 
 @pytest.mark.parametrize("network", ["mlp", "batch-norm", "recurrent"])
-def test_saved_loaded_copied_and_pickled_ensembles_are_the_same(network: str, tmp_path: Path) -> None:
+def test_saved_loaded_copied_and_pickled_ensembles_are_the_same(
+    network: str, tmp_path: Path
+) -> None:
     build, shape = NETWORKS[network]
     base = build()
     net = sb.bayesianize(copy.deepcopy(base), sb.Ensemble(members=3))
     x = torch.randn(shape)
     sb.sample(net, x)  # batch norm's statistics part from those of the base
     plain = sb.debayesianize(copy.deepcopy(net))
-    for folder, start, options in (("own", copy.deepcopy(plain), {}), ("whole", build(), {"base": True})):
+    for folder, start, options in (
+        ("own", copy.deepcopy(plain), {}),
+        ("whole", build(), {"base": True}),
+    ):
         again = sb.load(start, sb.save(net, tmp_path / folder, **options))
         assert list(again.state_dict()) == list(net.state_dict())
         assert all(
-            torch.equal(a, b) for a, b in zip(again.state_dict().values(), net.state_dict().values(), strict=True)
+            torch.equal(a, b)
+            for a, b in zip(
+                again.state_dict().values(), net.state_dict().values(), strict=True
+            )
         )
         assert type(again) is type(net)
     twins = [copy.deepcopy(net), pickle.loads(pickle.dumps(net)), again]
     expected = first(sb.sample(net.eval(), x))
     for twin in twins:
-        torch.testing.assert_close(first(sb.sample(twin.eval(), x)), expected, rtol=0, atol=0)
+        torch.testing.assert_close(
+            first(sb.sample(twin.eval(), x)), expected, rtol=0, atol=0
+        )
         assert first(twin(x)).shape == (7, *expected.shape[2:])
         with torch.no_grad():
             for p in twin.parameters():
@@ -665,7 +818,9 @@ def test_debayesianize_gives_member_0_back() -> None:
     plain = normed()
     net = sb.bayesianize(copy.deepcopy(plain), sb.Ensemble(members=3))
     again = sb.debayesianize(net)
-    assert again is net and type(net) is nn.Sequential and len(list(net.children())) == 4
+    assert (
+        again is net and type(net) is nn.Sequential and len(list(net.children())) == 4
+    )
     assert list(net.state_dict()) == list(plain.state_dict())
     x = torch.randn(4, 3)
     assert torch.equal(net.eval()(x), plain.eval()(x))
@@ -703,7 +858,9 @@ def test_members_with_tied_weights_can_be_saved(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 @pytest.mark.parametrize("build", [mlp, normed, Custom])
-def test_joined_networks_are_the_networks_themselves(build: Callable[[], nn.Module]) -> None:
+def test_joined_networks_are_the_networks_themselves(
+    build: Callable[[], nn.Module],
+) -> None:
     nets = [build() for _ in range(3)]
     x = torch.randn(6, 3)
     for m in nets:
@@ -724,10 +881,22 @@ def test_joined_networks_are_the_networks_themselves(build: Callable[[], nn.Modu
     [
         ([nn.Linear(2, 2)], "at least two models, got 1"),
         ([], "at least two models, got 0"),
-        ([nn.Linear(2, 2), nn.Linear(2, 3)], "model 1 is a Linear that differs in bias, weight"),
-        ([nn.Linear(2, 2), nn.Linear(2, 2, bias=False)], "model 1 is a Linear that differs in bias"),
-        ([nn.Linear(2, 2), nn.Bilinear(2, 2, 2)], "model 1 is a Bilinear that differs in weight"),
-        ([nn.BatchNorm1d(2), nn.BatchNorm2d(2)], "model 1 is a BatchNorm2d that differs in its type"),
+        (
+            [nn.Linear(2, 2), nn.Linear(2, 3)],
+            "model 1 is a Linear that differs in bias, weight",
+        ),
+        (
+            [nn.Linear(2, 2), nn.Linear(2, 2, bias=False)],
+            "model 1 is a Linear that differs in bias",
+        ),
+        (
+            [nn.Linear(2, 2), nn.Bilinear(2, 2, 2)],
+            "model 1 is a Bilinear that differs in weight",
+        ),
+        (
+            [nn.BatchNorm1d(2), nn.BatchNorm2d(2)],
+            "model 1 is a BatchNorm2d that differs in its type",
+        ),
         (
             [nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False)],
             "differs in num_batches_tracked, running_mean, running_var",
@@ -755,8 +924,13 @@ def test_the_same_object_among_the_others_is_refused() -> None:
         sb.ensemble([a, b, b])
 
 
-def test_networks_that_differ_in_their_activations_are_refused_or_run_as_they_are() -> None:
-    nets = [nn.Sequential(nn.Linear(3, 4), nn.Tanh() if i else nn.ReLU(), nn.Linear(4, 2)) for i in range(16)]
+def test_networks_that_differ_in_their_activations_are_refused_or_run_as_they_are() -> (
+    None
+):
+    nets = [
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh() if i else nn.ReLU(), nn.Linear(4, 2))
+        for i in range(16)
+    ]
     x = torch.randn(5, 3)
     alone = torch.stack([m(x) for m in nets])
     try:
@@ -780,16 +954,30 @@ def test_a_joined_ensemble_survives_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_single_layers_can_be_copied() -> None:
-    net = sb.bayesianize(normed(), sb.Ensemble(members=3, init="copies", jitter=0.5), include="0|1").eval()
+    net = sb.bayesianize(
+        normed(), sb.Ensemble(members=3, init="copies", jitter=0.5), include="0|1"
+    ).eval()
     assert [isinstance(m, Converted) for m in net] == [True, True, False, False]
     x = torch.randn(4, 3)
     y = sb.sample(net, x)
     for k in range(3):
-        layers = [m if k == 0 else m.posterior["members"].others[k - 1] for m in net[:2]]
+        layers = [
+            m if k == 0 else m.posterior["members"].others[k - 1] for m in net[:2]
+        ]
         h = F.linear(x, layers[0].weight, layers[0].bias)
-        h = F.batch_norm(h, layers[1].running_mean, layers[1].running_var, layers[1].weight, layers[1].bias)
+        h = F.batch_norm(
+            h,
+            layers[1].running_mean,
+            layers[1].running_var,
+            layers[1].weight,
+            layers[1].bias,
+        )
         torch.testing.assert_close(y[k], net[3](h.relu()))
-    assert {r.name: r.status for r in sb.summary(net).rows} == {"0": "converted", "1": "converted", "3": "skipped"}
+    assert {r.name: r.status for r in sb.summary(net).rows} == {
+        "0": "converted",
+        "1": "converted",
+        "3": "skipped",
+    }
     excluded = sb.bayesianize(normed(), sb.Ensemble(members=2), exclude="3")
     assert [isinstance(m, Converted) for m in excluded] == [True, True, False, False]
 
@@ -818,14 +1006,18 @@ def member_of_layer(layer: Any, k: int) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("rows", [3, 7, 8])
-def test_a_row_sees_the_same_member_in_every_layer_whatever_its_method(rows: int) -> None:
+def test_a_row_sees_the_same_member_in_every_layer_whatever_its_method(
+    rows: int,
+) -> None:
     config = {
         "0": sb.Ensemble(members=3, init="copies", jitter=0.5),
         "1": sb.BatchEnsemble(members=3, mean_init=sb.Normal(1.0, 0.5)),
         "2": sb.Mixture(components=3, assignment="model", jitter=0.5),
         "3": sb.Ensemble(members=3, init="copies", jitter=0.5, execution="batched"),
     }
-    net = sb.bayesianize(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), config).double()
+    net = sb.bayesianize(
+        nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), config
+    ).double()
     x = torch.randn(rows, 4).double()
     alone = []
     for k in range(3):
@@ -855,11 +1047,19 @@ def test_numbers_of_members_may_differ() -> None:
     y = sb.sample(net, x)
     assert sb.members(net) == 6 and y.shape == (6, 5, 4)
     for j in range(6):
-        torch.testing.assert_close(y[j], member_of_layer(net[1], j % 3)(member_of_layer(net[0], j % 2)(x)))
+        torch.testing.assert_close(
+            y[j], member_of_layer(net[1], j % 3)(member_of_layer(net[0], j % 2)(x))
+        )
 
 
 def test_ensembles_beside_patches_dropout_and_mean_field() -> None:
-    net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Linear(6, 2))
+    net = nn.Sequential(
+        nn.Linear(3, 6),
+        nn.BatchNorm1d(6),
+        nn.Dropout(0.5),
+        nn.Linear(6, 6),
+        nn.Linear(6, 2),
+    )
     config = {
         "0": sb.Ensemble(members=2, init="copies", jitter=0.5),
         "1": sb.ModelPatch(components=3),
@@ -871,24 +1071,42 @@ def test_ensembles_beside_patches_dropout_and_mean_field() -> None:
     x = torch.randn(5, 3)
     assert sb.sample(net, x, draws=4).shape == (8, 5, 2) and net(x).shape == (5, 2)
     assert sb.summary(net).ensemble_size == "infinite (continuous)"
-    sb.elbo(sb.categorical(sb.sample(net, x), torch.zeros(5, dtype=torch.long)), net, num_data=10).loss.backward()
+    sb.elbo(
+        sb.categorical(sb.sample(net, x), torch.zeros(5, dtype=torch.long)),
+        net,
+        num_data=10,
+    ).loss.backward()
     assert all(p.grad is not None for p in net.parameters())
     enumerated = sb.bayesianize(
         nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6)),
-        {"0": sb.Ensemble(members=2, init="copies", jitter=0.5), "1": sb.ModelPatch(components=2, jitter=0.5)},
+        {
+            "0": sb.Ensemble(members=2, init="copies", jitter=0.5),
+            "1": sb.ModelPatch(components=2, jitter=0.5),
+        },
     )
-    scales = torch.stack([enumerated[1].weight, enumerated[1].posterior["weight"].weight[0]])
-    shifts = torch.stack([enumerated[1].bias, enumerated[1].posterior["weight"].bias[0]])
+    scales = torch.stack(
+        [enumerated[1].weight, enumerated[1].posterior["weight"].weight[0]]
+    )
+    shifts = torch.stack(
+        [enumerated[1].bias, enumerated[1].posterior["weight"].bias[0]]
+    )
     y = sb.sample(enumerated, x, draws=10)
     for j in range(20):
         h = member_of_layer(enumerated[0], j % 2)(x)
-        assert min((F.layer_norm(h, (6,), s, b) - y[j]).abs().max() for s, b in zip(scales, shifts, strict=True)) < 1e-5
+        assert (
+            min(
+                (F.layer_norm(h, (6,), s, b) - y[j]).abs().max()
+                for s, b in zip(scales, shifts, strict=True)
+            )
+            < 1e-5
+        )
 
 
 def test_a_converted_model_cannot_be_copied_as_a_whole() -> None:
     net = sb.bayesianize(mlp(), sb.Rank1(), include="0")
     with pytest.raises(
-        ValueError, match="converted layers already: call debayesianize first, or pick other layers with include"
+        ValueError,
+        match="converted layers already: call debayesianize first, or pick other layers with include",
     ):
         sb.bayesianize(net, sb.Ensemble(members=2))
     sb.bayesianize(net, sb.Ensemble(members=4), include="2")
@@ -913,7 +1131,10 @@ def test_impossible_options_are_refused(options: dict[str, Any], words: str) -> 
 # Counts, summaries, compilers -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("members", "build"), each([1, 2, 5], [mlp, normed, images, Custom, lambda: nn.LSTM(3, 4)]))
+@pytest.mark.parametrize(
+    ("members", "build"),
+    each([1, 2, 5], [mlp, normed, images, Custom, lambda: nn.LSTM(3, 4)]),
+)
 def test_counts_and_costs(build: Callable[[], nn.Module], members: int) -> None:
     net = build()
     size = sum(p.numel() for p in net.parameters())
@@ -934,8 +1155,12 @@ def test_counts_and_costs(build: Callable[[], nn.Module], members: int) -> None:
         and report.rows[0].status == "converted"
         and report.rows[0].detail == f"Ensemble(members={members})"
     )
-    assert math.isclose(report.log_ensemble_size, math.log(members)) and report.ensemble_size == str(members)
-    assert f"1 of 1 layers converted; {size:,} -> {members * size:,} parameters" in str(report)
+    assert math.isclose(
+        report.log_ensemble_size, math.log(members)
+    ) and report.ensemble_size == str(members)
+    assert f"1 of 1 layers converted; {size:,} -> {members * size:,} parameters" in str(
+        report
+    )
 
 
 def test_costs_of_single_layers() -> None:
@@ -995,15 +1220,24 @@ def bert() -> nn.Module:
 def test_an_ensemble_of_berts(init: str, tmp_path: Path) -> None:
     base = bert()
     net = sb.bayesianize(
-        copy.deepcopy(base), sb.Ensemble(members=3, init=init, jitter=0.2 if init == "copies" else 0.0)
+        copy.deepcopy(base),
+        sb.Ensemble(members=3, init=init, jitter=0.2 if init == "copies" else 0.0),
     ).eval()
     nets = nets_of(net)
-    for (name, p), q in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
+    for (name, p), q in zip(
+        nets[0].named_parameters(), nets[1].parameters(), strict=True
+    ):
         if p.dim() > 1:
             assert not torch.equal(p, q), name
             if init == "fresh":
-                assert 0.5 < q.std() / p.std() < 2, name  # as BERT starts it, not as torch's layers do
-    ids, mask, labels = torch.randint(1, 20, (4, 6)), torch.ones(4, 6, dtype=torch.long), torch.tensor([0, 1, 2, 0])
+                assert 0.5 < q.std() / p.std() < 2, (
+                    name
+                )  # as BERT starts it, not as torch's layers do
+    ids, mask, labels = (
+        torch.randint(1, 20, (4, 6)),
+        torch.ones(4, 6, dtype=torch.long),
+        torch.tensor([0, 1, 2, 0]),
+    )
     mask[0, 4:] = 0
     with torch.no_grad():
         y = sb.sample(net, input_ids=ids, attention_mask=mask, labels=labels)
@@ -1017,14 +1251,25 @@ def test_an_ensemble_of_berts(init: str, tmp_path: Path) -> None:
     pred = sb.predict(net, {"input_ids": ids, "attention_mask": mask})
     assert pred.member_probs.shape == (3, 4, 3)
     again = sb.load(copy.deepcopy(base), sb.save(net, tmp_path / "posterior")).eval()
-    torch.testing.assert_close(sb.sample(again, ids, attention_mask=mask).logits, y.logits)
+    torch.testing.assert_close(
+        sb.sample(again, ids, attention_mask=mask).logits, y.logits
+    )
 
 
 def test_caches_of_a_language_model_hold_every_row_or_are_refused() -> None:
     config = transformers.GPT2Config(
-        vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0
+        vocab_size=20,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        n_positions=8,
+        bos_token_id=0,
+        eos_token_id=0,
     )
-    net = sb.bayesianize(transformers.GPT2LMHeadModel(config), sb.Ensemble(members=2, init="copies", jitter=0.5)).eval()
+    net = sb.bayesianize(
+        transformers.GPT2LMHeadModel(config),
+        sb.Ensemble(members=2, init="copies", jitter=0.5),
+    ).eval()
     ids = torch.randint(20, (4, 5))
     with torch.no_grad(), sb.frozen(net):
         full = net(ids).logits[:, -1]
@@ -1041,13 +1286,18 @@ def test_every_posterior_of_an_ensemble_is_found_once() -> None:
     assert [type(p).__name__ for p in posteriors_of(net)] == ["EnsemblePosterior"]
     groups = sb.param_groups(net, weight_decay=0.1)
     assert {g["weight_decay"] for g in groups} == {0.1}
-    assert sum(p.numel() for g in groups for p in g["params"]) == sum(p.numel() for p in net.parameters())
+    assert sum(p.numel() for g in groups for p in g["params"]) == sum(
+        p.numel() for p in net.parameters()
+    )
 
 
 # The module itself, member 0 ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [sb.Ensemble(members=3, init="copies", jitter=0.5), {"0": sb.Ensemble(members=3)}])
+@pytest.mark.parametrize(
+    "config",
+    [sb.Ensemble(members=3, init="copies", jitter=0.5), {"0": sb.Ensemble(members=3)}],
+)
 def test_hooks_that_were_there_before_run_once_for_every_member(config: Any) -> None:
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
     for module in (net, net[0]):
@@ -1067,19 +1317,31 @@ def test_a_thread_finds_an_ensemble_while_another_runs_member_0() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.a = nn.Linear(4, 2)
-            self.calls: tuple[int, ...] = ()  # no number, which would make each call another mode
+            self.calls: tuple[
+                int, ...
+            ] = ()  # no number, which would make each call another mode
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls = (*self.calls, len(x))
-            if threading.current_thread() is not threading.main_thread() and not inside.is_set():
+            if (
+                threading.current_thread() is not threading.main_thread()
+                and not inside.is_set()
+            ):
                 inside.set()
                 assert go_on.wait(20)
             return self.a(x)
 
-    net, x = sb.bayesianize(Waits(), sb.Ensemble(members=3, init="copies", jitter=0.5)).eval(), torch.randn(5, 4)
+    net, x = (
+        sb.bayesianize(
+            Waits(), sb.Ensemble(members=3, init="copies", jitter=0.5)
+        ).eval(),
+        torch.randn(5, 4),
+    )
     wanted, found = sb.predict(net, x, likelihood="gaussian").samples, []
     before = len(net.calls)
-    other = threading.Thread(target=lambda: found.append(sb.predict(net, x, likelihood="gaussian").samples))
+    other = threading.Thread(
+        target=lambda: found.append(sb.predict(net, x, likelihood="gaussian").samples)
+    )
     other.start()
     try:
         assert inside.wait(20)
@@ -1093,12 +1355,18 @@ def test_a_thread_finds_an_ensemble_while_another_runs_member_0() -> None:
 
 def test_tied_layers_are_not_copied_one_by_one() -> None:
     def tied() -> nn.Sequential:
-        net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+        net = nn.Sequential(
+            nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2)
+        )
         net[2].weight = net[0].weight
         return net
 
-    net = sb.bayesianize(tied(), {".+": sb.Ensemble(members=2, init="copies", jitter=0.5)})
-    assert "untie" in str(sb.summary(net)) and [isinstance(m, Converted) for m in net] == [False, False, False, True]
+    net = sb.bayesianize(
+        tied(), {".+": sb.Ensemble(members=2, init="copies", jitter=0.5)}
+    )
+    assert "untie" in str(sb.summary(net)) and [
+        isinstance(m, Converted) for m in net
+    ] == [False, False, False, True]
     with pytest.raises(ValueError, match="untie"):
         sb.bayesianize(tied(), {".+": sb.Ensemble(members=2)}, strict=True)
     net = sb.bayesianize(tied(), sb.Ensemble(members=2))

@@ -47,7 +47,9 @@ def scales(net: Any, site: str = "weight") -> Tensor:
 
 def flipout(bias: str = "point", draws: int = 20_000) -> tuple[Any, Tensor, Tensor]:
     """A layer of wide scales, four rows, and many passes over them: (draws, 4, 2)."""
-    config = sb.MeanField(estimator="flipout", scale_init=0.5, scale_jitter=0.2, bias=bias)  # type: ignore[arg-type]
+    config = sb.MeanField(
+        estimator="flipout", scale_init=0.5, scale_jitter=0.2, bias=bias
+    )  # type: ignore[arg-type]
     net = linear(3, 2, config, bias=True)
     x = torch.randn(4, 3)
     return net, x, sb.sample(net, x, draws=draws).detach()
@@ -59,7 +61,9 @@ def test_flipout_has_the_mean_and_the_marginal_variance_of_the_posterior() -> No
     variance = x.square() @ scales(net).square().T
     error = (variance / len(y)).sqrt()
     assert ((y.mean(0) - F.linear(x, net.weight, net.bias)).abs() < 4.5 * error).all()
-    torch.testing.assert_close(y.var(0), variance, rtol=4.5 * math.sqrt(2 / len(y)), atol=0)
+    torch.testing.assert_close(
+        y.var(0), variance, rtol=4.5 * math.sqrt(2 / len(y)), atol=0
+    )
 
 
 def test_flipout_examples_are_uncorrelated_and_shared_weights_are_not() -> None:
@@ -74,7 +78,10 @@ def test_flipout_examples_are_uncorrelated_and_shared_weights_are_not() -> None:
     bound = 4.5 / math.sqrt(len(y))
     for a in range(4):
         for b in range(a):
-            assert ((deviation[:, a] * deviation[:, b]).mean(0).abs() < bound * spread[a] * spread[b]).all()
+            assert (
+                (deviation[:, a] * deviation[:, b]).mean(0).abs()
+                < bound * spread[a] * spread[b]
+            ).all()
             expected = (x[a] * x[b]) @ scales(net).square().T
             error = (other[:, a] * other[:, b]).mean(0) - expected
             assert error.abs().max() < 1.5 * bound * spread[a].max() * spread[b].max()
@@ -88,7 +95,10 @@ def test_flipout_draws_biases_once_for_all_rows() -> None:
     bias = net.posterior["weight"].bias_log_scale.exp().square().detach()
     assert ((deviation[:, 0] * deviation[:, 1]).mean(0) - bias).abs().max() < 0.05
     torch.testing.assert_close(
-        y.var(0), x.square() @ scales(net).square().T + bias, rtol=4.5 * math.sqrt(2 / len(y)), atol=0
+        y.var(0),
+        x.square() @ scales(net).square().T + bias,
+        rtol=4.5 * math.sqrt(2 / len(y)),
+        atol=0,
     )
 
 
@@ -106,7 +116,10 @@ def test_flipout_signs_are_rademacher() -> None:
 def test_signs_are_the_digits_of_a_quantile_however_they_are_made() -> None:
     normals = torch.cat([torch.randn(50, 4), torch.tensor([[-40.0, 40.0, 0.0, -0.0]])])
     quantiles = torch.special.ndtr(normals.double())
-    by_hand = [1 - 2 * ((quantiles * 2 ** (j + 1)).floor().clamp_max(2 ** (j + 1) - 1) % 2) for j in range(8)]
+    by_hand = [
+        1 - 2 * ((quantiles * 2 ** (j + 1)).floor().clamp_max(2 ** (j + 1) - 1) % 2)
+        for j in range(8)
+    ]
     torch.testing.assert_close(rademacher(normals), torch.stack(by_hand, -1).flatten(1))
     byte = (torch.special.ndtr(normals) * 256).clamp_max(255).to(torch.uint8)
     assert torch.equal(bits_as_signs(byte).flatten(1), rademacher(normals))
@@ -115,15 +128,22 @@ def test_signs_are_the_digits_of_a_quantile_however_they_are_made() -> None:
 def test_signs_of_all_layers_are_those_of_each() -> None:
     """They are made at once; a layer alone makes the same of its own noise."""
     config = sb.MeanField(estimator="flipout")
-    net = sb.bayesianize(nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 2)), config)
+    net = sb.bayesianize(
+        nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 2)), config
+    )
     posteriors = passes.posteriors_of(net)
     new = draw(posteriors, passes.Pass(1, 5))
     passes.run(new, GaussianPosterior.realise_together, posteriors, new)
     for p in posteriors:
         together = new.values.pop(p.key)
         alone = passes.run(new, p.values)
-        assert torch.equal(together.sign_in, alone.sign_in) and torch.equal(together.sign_out, alone.sign_out)
-        assert together.sign_in.shape == (5, p.site.n_in) and together.sign_out.shape == (5, p.site.n_out)
+        assert torch.equal(together.sign_in, alone.sign_in) and torch.equal(
+            together.sign_out, alone.sign_out
+        )
+        assert together.sign_in.shape == (
+            5,
+            p.site.n_in,
+        ) and together.sign_out.shape == (5, p.site.n_out)
 
 
 class Operations(TorchDispatchMode):
@@ -133,13 +153,19 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.count += not (function.is_view or "empty" in function.__name__)
         return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
-    ("config", "most"), [(sb.KTied(prior=sb.Normal(0.0, 0.2)), 45), (sb.MeanField(estimator="flipout"), 43)]
+    ("config", "most"),
+    [
+        (sb.KTied(prior=sb.Normal(0.0, 0.2)), 45),
+        (sb.MeanField(estimator="flipout"), 43),
+    ],
 )
 def test_a_layer_more_takes_few_operations_more(config: Any, most: int) -> None:
     """Draw, forward, KL and backward of a layer; one by one it was 75 and 54."""
@@ -155,18 +181,30 @@ def test_a_layer_more_takes_few_operations_more(config: Any, most: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "prior"), each([1, 2], [sb.Normal(0.1, 0.2), sb.HeNormal(), sb.TiedMean(0.2), sb.EmpiricalBayes()])
+    ("rank", "prior"),
+    each(
+        [1, 2],
+        [sb.Normal(0.1, 0.2), sb.HeNormal(), sb.TiedMean(0.2), sb.EmpiricalBayes()],
+    ),
 )
-def test_the_kl_of_k_tied_layers_together_is_the_sum_of_theirs(prior: Any, rank: int) -> None:
+def test_the_kl_of_k_tied_layers_together_is_the_sum_of_theirs(
+    prior: Any, rank: int
+) -> None:
     """And so are its gradients; layers of different widths, one of half precision."""
     net: Any = nn.Sequential(
-        nn.Linear(5, 4), nn.Linear(4, 7, bias=False), nn.Linear(7, 4).bfloat16(), nn.Conv1d(4, 5, 3)
+        nn.Linear(5, 4),
+        nn.Linear(4, 7, bias=False),
+        nn.Linear(7, 4).bfloat16(),
+        nn.Conv1d(4, 5, 3),
     )
     net = sb.bayesianize(net, sb.KTied(rank=rank, prior=prior, scale_jitter=0.5))
     apart = sum(layer.posterior["weight"].kl() for layer in net)
     torch.testing.assert_close(sb.kl(net).double(), apart.double(), rtol=1e-6, atol=0)
     wanted = list(net.parameters())
-    found = [torch.autograd.grad(total, wanted, allow_unused=True) for total in (sb.kl(net), apart)]
+    found = [
+        torch.autograd.grad(total, wanted, allow_unused=True)
+        for total in (sb.kl(net), apart)
+    ]
     for a, b in zip(*found, strict=True):
         assert (a is None) == (b is None)
         if a is not None:
@@ -174,45 +212,73 @@ def test_the_kl_of_k_tied_layers_together_is_the_sum_of_theirs(prior: Any, rank:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_flipout_convolutions_have_signs_for_each_example_and_channel(groups: int) -> None:
+def test_flipout_convolutions_have_signs_for_each_example_and_channel(
+    groups: int,
+) -> None:
     """The pass's own numbers, put together by hand: conv(x, W) + r o conv(s o x, dW)."""
-    net = sb.bayesianize(nn.Conv2d(4, 6, 3, groups=groups), sb.MeanField(estimator="flipout", scale_init=0.3))
+    net = sb.bayesianize(
+        nn.Conv2d(4, 6, 3, groups=groups),
+        sb.MeanField(estimator="flipout", scale_init=0.3),
+    )
     x = torch.randn(5, 4, 6, 6)
     y = net(x)
     drawn = net.posterior["weight"].values()
     assert drawn.sign_in.shape == (5, 4) and drawn.sign_out.shape == (5, 6)
-    noise = F.conv2d(drawn.sign_in[:, :, None, None] * x, drawn.weight[0], groups=groups)
-    expected = F.conv2d(x, net.weight, net.bias, groups=groups) + drawn.sign_out[:, :, None, None] * noise
+    noise = F.conv2d(
+        drawn.sign_in[:, :, None, None] * x, drawn.weight[0], groups=groups
+    )
+    expected = (
+        F.conv2d(x, net.weight, net.bias, groups=groups)
+        + drawn.sign_out[:, :, None, None] * noise
+    )
     torch.testing.assert_close(y, expected)
-    assert len({tuple(row.tolist()) for row in torch.cat([drawn.sign_in, drawn.sign_out], 1)}) > 1
+    assert (
+        len(
+            {
+                tuple(row.tolist())
+                for row in torch.cat([drawn.sign_in, drawn.sign_out], 1)
+            }
+        )
+        > 1
+    )
 
 
 def test_flipout_signs_stay_fixed_over_time() -> None:
     """Each row of an LSTM keeps its weights for the whole sequence: torch's own LSTM, row by row, with W + r s^T o
     dW."""
     plain = nn.LSTM(3, 4, batch_first=True)
-    net = sb.bayesianize(copy.deepcopy(plain), sb.MeanField(estimator="flipout", scale_init=0.3))
+    net = sb.bayesianize(
+        copy.deepcopy(plain), sb.MeanField(estimator="flipout", scale_init=0.3)
+    )
     x = torch.randn(5, 7, 3)
     y = net(x)[0]
     for row in range(5):
         for site in ("weight_ih_l0", "weight_hh_l0"):
             drawn = net.posterior[site].values()
             signs = torch.outer(drawn.sign_out[row], drawn.sign_in[row])
-            getattr(plain, site).data = (getattr(net, site) + signs * drawn.weight[0]).detach()
+            getattr(plain, site).data = (
+                getattr(net, site) + signs * drawn.weight[0]
+            ).detach()
         torch.testing.assert_close(y[row], plain(x[row : row + 1])[0][0])
 
 
 # F22: gradients of a linear-Gaussian model ----------------------------------------------------------------------------
 
 
-def gradients(config: sb.Config, draws: int = 700) -> tuple[np.ndarray, np.ndarray, Any, Tensor, Tensor]:
+def gradients(
+    config: sb.Config, draws: int = 700
+) -> tuple[np.ndarray, np.ndarray, Any, Tensor, Tensor]:
     """Gradients of the losses of many single draws to the mean and to the log scale, (draws, d) each; then the net and
     its data."""
     net, x, y = linear(5, 1, config), torch.randn(32, 5) + 1, torch.randn(32)
-    nll = ((sb.sample(net, x, draws=draws)[..., 0] - y) / 0.7).square().mean(-1) / 2  # of each draw, up to a constant
+    nll = ((sb.sample(net, x, draws=draws)[..., 0] - y) / 0.7).square().mean(
+        -1
+    ) / 2  # of each draw, up to a constant
     losses = nll + sb.elbo(torch.zeros(()), net, num_data=32).loss
     parameters = [net.weight, net.posterior["weight"].weight_log_scale]
-    found = torch.autograd.grad(losses, parameters, torch.eye(draws), is_grads_batched=True)  # one row a draw
+    found = torch.autograd.grad(
+        losses, parameters, torch.eye(draws), is_grads_batched=True
+    )  # one row a draw
     by_mean, by_scale = (gradient.flatten(1).numpy() for gradient in found)
     return by_mean, by_scale, net, x, y
 
@@ -229,17 +295,28 @@ def exact_gradients(
 
 
 @pytest.mark.slow
-def test_gradients_are_unbiased_and_less_noisy_from_reparam_to_flipout_to_local() -> None:
+def test_gradients_are_unbiased_and_less_noisy_from_reparam_to_flipout_to_local() -> (
+    None
+):
     """F22: within 4.5 standard errors of the exact gradient; means gain by decorrelated rows, scales further by local
     draws."""
     variance = {}
     for estimator in ESTIMATORS:
         torch.manual_seed(1)
-        config = sb.MeanField(prior=sb.Normal(0.0, 0.5), estimator=estimator, scale_init=0.4, scale_jitter=0.0)
+        config = sb.MeanField(
+            prior=sb.Normal(0.0, 0.5),
+            estimator=estimator,
+            scale_init=0.4,
+            scale_jitter=0.0,
+        )
         *drawn, net, x, y = gradients(config)
         for got, exact in zip(drawn, exact_gradients(net, x, y), strict=True):
-            assert (np.abs(got.mean(0) - exact) < 4.5 * got.std(0) / math.sqrt(len(got))).all()
-            assert (np.abs(exact) > 4.5 * got.std(0) / math.sqrt(len(got))).mean() > 0.5  # zeros would not pass
+            assert (
+                np.abs(got.mean(0) - exact) < 4.5 * got.std(0) / math.sqrt(len(got))
+            ).all()
+            assert (
+                np.abs(exact) > 4.5 * got.std(0) / math.sqrt(len(got))
+            ).mean() > 0.5  # zeros would not pass
         variance[estimator] = [got.var(0).sum() for got in drawn]
     means, stds = zip(*(variance[e] for e in ESTIMATORS), strict=True)
     assert means[0] > 5 * means[1]
@@ -251,10 +328,22 @@ def test_gradients_are_unbiased_and_less_noisy_from_reparam_to_flipout_to_local(
 
 # The local estimator --------------------------------------------------------------------------------------------------
 
-Case = tuple[Callable[[], nn.Module], Callable[[], Tensor], Callable[[Tensor, Tensor], Tensor]]
-LOCAL: dict[str, Case] = {  # layer, input, and op(x^2, sigma^2) written with torch alone
-    "Linear": (lambda: nn.Linear(7, 5), lambda: torch.randn(3, 7), lambda x, v: x.square() @ v.T),
-    "Linear 3d": (lambda: nn.Linear(7, 5), lambda: torch.randn(3, 2, 7), lambda x, v: x.square() @ v.T),
+Case = tuple[
+    Callable[[], nn.Module], Callable[[], Tensor], Callable[[Tensor, Tensor], Tensor]
+]
+LOCAL: dict[
+    str, Case
+] = {  # layer, input, and op(x^2, sigma^2) written with torch alone
+    "Linear": (
+        lambda: nn.Linear(7, 5),
+        lambda: torch.randn(3, 7),
+        lambda x, v: x.square() @ v.T,
+    ),
+    "Linear 3d": (
+        lambda: nn.Linear(7, 5),
+        lambda: torch.randn(3, 2, 7),
+        lambda x, v: x.square() @ v.T,
+    ),
     "Conv2d": (
         lambda: nn.Conv2d(4, 6, 3, 2, 1),
         lambda: torch.randn(3, 4, 7, 7),
@@ -275,7 +364,11 @@ LOCAL: dict[str, Case] = {  # layer, input, and op(x^2, sigma^2) written with to
         lambda: torch.randn(3, 4, 5, 5),
         lambda x, v: F.conv_transpose2d(x.square(), v, groups=2),
     ),
-    "Embedding": (lambda: nn.Embedding(9, 5), lambda: torch.randint(9, (3, 4)), lambda x, v: v[x]),
+    "Embedding": (
+        lambda: nn.Embedding(9, 5),
+        lambda: torch.randint(9, (3, 4)),
+        lambda x, v: v[x],
+    ),
 }
 
 
@@ -283,12 +376,27 @@ def pair(name: str, rank: int, **options: Any) -> tuple[Any, Any, Tensor]:
     """A k-tied layer, a mean-field layer of the same means and scales, and an input."""
     build, make, _ = LOCAL[name]
     plain = build()
-    common = {"estimator": "local", "independent_positions": True, "scale_init": 0.3} | options
-    tied = sb.bayesianize(copy.deepcopy(plain), sb.KTied(rank=rank, scale_jitter=0.5, **common), include=".*")
+    common = {
+        "estimator": "local",
+        "independent_positions": True,
+        "scale_init": 0.3,
+    } | options
+    tied = sb.bayesianize(
+        copy.deepcopy(plain),
+        sb.KTied(rank=rank, scale_jitter=0.5, **common),
+        include=".*",
+    )
     free = sb.bayesianize(plain, sb.MeanField(**common), include=".*")
-    free.posterior["weight"].weight_log_scale.data = tied.posterior["weight"].log_scale().detach()
-    if options.get("bias") == "gaussian" and free.posterior["weight"].bias_log_scale is not None:
-        free.posterior["weight"].bias_log_scale.data = tied.posterior["weight"].bias_log_scale.detach().clone()
+    free.posterior["weight"].weight_log_scale.data = (
+        tied.posterior["weight"].log_scale().detach()
+    )
+    if (
+        options.get("bias") == "gaussian"
+        and free.posterior["weight"].bias_log_scale is not None
+    ):
+        free.posterior["weight"].bias_log_scale.data = (
+            tied.posterior["weight"].bias_log_scale.detach().clone()
+        )
     return tied, free, make()
 
 
@@ -307,9 +415,15 @@ def test_local_outputs_have_the_variance_of_the_scales(name: str, rank: int) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"bias": "gaussian"}, {"max_scale": 0.35}], ids=["plain", "bias", "cap"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias": "gaussian"}, {"max_scale": 0.35}],
+    ids=["plain", "bias", "cap"],
+)
 @pytest.mark.parametrize("name", LOCAL)
-def test_k_tied_local_draws_equal_mean_field_ones(name: str, options: dict[str, Any]) -> None:
+def test_k_tied_local_draws_equal_mean_field_ones(
+    name: str, options: dict[str, Any]
+) -> None:
     """Means and variances agree, and so do outputs of the same noise, with biases that have posteriors and with a
     cap."""
     tied, free, x = pair(name, 2, **options)
@@ -323,9 +437,17 @@ def test_local_draws_are_fresh_for_each_row_and_have_the_right_moments() -> None
     tied, _, _ = pair("Linear", 2, bias="gaussian")
     x = torch.randn(1, 7)
     y = tied(x.expand(40_000, -1)).detach()
-    spread = x.square() @ scales(tied).square().T + tied.posterior["weight"].bias_log_scale.exp().square().detach()
-    assert ((y.mean(0) - F.linear(x, tied.weight, tied.bias)).abs() < 4.5 * (spread / len(y)).sqrt()).all()
-    torch.testing.assert_close(y.var(0, keepdim=True), spread, rtol=4.5 * math.sqrt(2 / len(y)), atol=0)
+    spread = (
+        x.square() @ scales(tied).square().T
+        + tied.posterior["weight"].bias_log_scale.exp().square().detach()
+    )
+    assert (
+        (y.mean(0) - F.linear(x, tied.weight, tied.bias)).abs()
+        < 4.5 * (spread / len(y)).sqrt()
+    ).all()
+    torch.testing.assert_close(
+        y.var(0, keepdim=True), spread, rtol=4.5 * math.sqrt(2 / len(y)), atol=0
+    )
 
 
 def test_local_gradients_survive_a_row_of_zeros() -> None:
@@ -341,10 +463,16 @@ class Sizes(TorchDispatchMode):
         super().__init__()
         self.size, self.but, self.found = size, but.untyped_storage().data_ptr(), []  # type: ignore[var-annotated]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         for t in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(t, Tensor) and t.numel() >= self.size and t.untyped_storage().data_ptr() != self.but:
+            if (
+                isinstance(t, Tensor)
+                and t.numel() >= self.size
+                and t.untyped_storage().data_ptr() != self.but
+            ):
                 self.found.append((str(func), tuple(t.shape)))
         return out
 
@@ -353,7 +481,13 @@ class Sizes(TorchDispatchMode):
 def test_local_k_tied_never_forms_a_matrix_of_scales(name: str, large: bool) -> None:
     """Forward and backward of a 300 x 400 layer: nothing but the mean weight has 120,000 elements; mean-field has
     more."""
-    net = linear(300, 400, sb.MeanField(estimator="local") if large else sb.KTied(rank=3, estimator="local"))
+    net = linear(
+        300,
+        400,
+        sb.MeanField(estimator="local")
+        if large
+        else sb.KTied(rank=3, estimator="local"),
+    )
     net.weight.requires_grad_(False)
     x = torch.randn(6, 300, requires_grad=True)
     with Sizes(300 * 400, but=net.weight) as seen:
@@ -367,14 +501,24 @@ def test_local_k_tied_never_forms_a_matrix_of_scales(name: str, large: bool) -> 
 
 def kl_by_torch(net: Any, loc: float, scale: float) -> float:
     q = torch.distributions.Normal(net.weight.detach().double(), scales(net).double())
-    return torch.distributions.kl_divergence(q, torch.distributions.Normal(loc, scale)).sum().item()
+    return (
+        torch.distributions.kl_divergence(q, torch.distributions.Normal(loc, scale))
+        .sum()
+        .item()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    "config", [sb.MeanField(prior=sb.Normal(0.1, 0.3)), sb.KTied(rank=2, prior=sb.Normal(0.1, 0.3))]
+    "config",
+    [
+        sb.MeanField(prior=sb.Normal(0.1, 0.3)),
+        sb.KTied(rank=2, prior=sb.Normal(0.1, 0.3)),
+    ],
 )
-def test_kl_of_a_large_layer_equals_torch(config: sb.Config, dtype: torch.dtype) -> None:
+def test_kl_of_a_large_layer_equals_torch(
+    config: sb.Config, dtype: torch.dtype
+) -> None:
     """512 x 512 weights, one sum of 262,144 terms, in float32 too."""
     net = sb.bayesianize(nn.Linear(512, 512, bias=False, dtype=dtype), config)
     assert sb.kl(net).dtype == dtype
@@ -382,7 +526,9 @@ def test_kl_of_a_large_layer_equals_torch(config: sb.Config, dtype: torch.dtype)
 
 
 def test_kl_is_zero_at_the_prior_only() -> None:
-    net = linear(3, 2, sb.MeanField(prior=sb.Normal(0.2, 0.3), scale_init=0.3, scale_jitter=0.0))
+    net = linear(
+        3, 2, sb.MeanField(prior=sb.Normal(0.2, 0.3), scale_init=0.3, scale_jitter=0.0)
+    )
     net.weight.data.fill_(0.2)
     assert sb.kl(net).item() == pytest.approx(0, abs=1e-12)
     for parameter in (net.weight, net.posterior["weight"].weight_log_scale):
@@ -401,21 +547,42 @@ FAN_IN: list[tuple[Callable[[], nn.Module], int]] = [
 ]
 
 
-@pytest.mark.parametrize(("build", "fan_in"), FAN_IN, ids=["Linear", "Conv2d", "Conv2d groups", "Conv1d", "Embedding"])
-def test_he_prior_scales_with_the_fan_in(build: Callable[[], nn.Module], fan_in: int) -> None:
+@pytest.mark.parametrize(
+    ("build", "fan_in"),
+    FAN_IN,
+    ids=["Linear", "Conv2d", "Conv2d groups", "Conv1d", "Embedding"],
+)
+def test_he_prior_scales_with_the_fan_in(
+    build: Callable[[], nn.Module], fan_in: int
+) -> None:
     """Eq. 9: N(0, 2 / m), where m counts channels times kernel size, within a group; a lookup takes one row."""
-    for config in (sb.MeanField(prior=sb.HeNormal()), sb.KTied(rank=2, prior=sb.HeNormal())):
+    for config in (
+        sb.MeanField(prior=sb.HeNormal()),
+        sb.KTied(rank=2, prior=sb.HeNormal()),
+    ):
         net: Any = sb.bayesianize(build(), config)
-        assert sb.kl(net).item() == pytest.approx(kl_by_torch(net, 0.0, math.sqrt(2 / fan_in)), rel=1e-9)
+        assert sb.kl(net).item() == pytest.approx(
+            kl_by_torch(net, 0.0, math.sqrt(2 / fan_in)), rel=1e-9
+        )
         gain = sb.bayesianize(build(), sb.MeanField(prior=sb.HeNormal(gain=1.0)))
-        assert sb.kl(gain).item() == pytest.approx(kl_by_torch(gain, 0.0, math.sqrt(1 / fan_in)), rel=1e-9)
+        assert sb.kl(gain).item() == pytest.approx(
+            kl_by_torch(gain, 0.0, math.sqrt(1 / fan_in)), rel=1e-9
+        )
 
 
 def test_he_prior_leaves_biases_alone() -> None:
     net = linear(50, 3, sb.MeanField(prior=sb.HeNormal(), bias="gaussian"), bias=True)
-    bias = torch.distributions.Normal(net.bias.detach(), net.posterior["weight"].bias_log_scale.exp().detach())
-    expected = torch.distributions.kl_divergence(bias, torch.distributions.Normal(0.0, 1.0)).sum().item()
-    assert sb.kl(net).item() == pytest.approx(kl_by_torch(net, 0.0, 0.2) + expected, rel=1e-9)
+    bias = torch.distributions.Normal(
+        net.bias.detach(), net.posterior["weight"].bias_log_scale.exp().detach()
+    )
+    expected = (
+        torch.distributions.kl_divergence(bias, torch.distributions.Normal(0.0, 1.0))
+        .sum()
+        .item()
+    )
+    assert sb.kl(net).item() == pytest.approx(
+        kl_by_torch(net, 0.0, 0.2) + expected, rel=1e-9
+    )
 
 
 def test_tied_mean_prior_sees_scales_alone() -> None:
@@ -423,7 +590,9 @@ def test_tied_mean_prior_sees_scales_alone() -> None:
     net = linear(4, 3, sb.MeanField(prior=sb.TiedMean(0.1), scale_init=0.05))
     q = torch.distributions.Normal(net.weight.detach(), scales(net))
     prior = torch.distributions.Normal(net.weight.detach(), 0.1)
-    assert sb.kl(net).item() == pytest.approx(torch.distributions.kl_divergence(q, prior).sum().item(), rel=1e-9)
+    assert sb.kl(net).item() == pytest.approx(
+        torch.distributions.kl_divergence(q, prior).sum().item(), rel=1e-9
+    )
     (by_mean,) = torch.autograd.grad(sb.kl(net), net.weight, allow_unused=True)
     assert by_mean is None or not by_mean.any()
 
@@ -434,9 +603,13 @@ def test_empirical_bayes_takes_the_best_variance() -> None:
     net = linear(6, 4, sb.MeanField(prior=prior, scale_init=0.2, scale_jitter=0.05))
 
     def objective(log_v: float) -> float:
-        return kl_by_torch(net, 0.0, math.exp(log_v / 2)) - stats.invgamma.logpdf(math.exp(log_v), 3.0, scale=0.4)
+        return kl_by_torch(net, 0.0, math.exp(log_v / 2)) - stats.invgamma.logpdf(
+            math.exp(log_v), 3.0, scale=0.4
+        )
 
-    best = optimize.minimize_scalar(objective, bounds=(-8, 4), method="bounded", options={"xatol": 1e-10})
+    best = optimize.minimize_scalar(
+        objective, bounds=(-8, 4), method="bounded", options={"xatol": 1e-10}
+    )
     assert sb.kl(net).item() == pytest.approx(best.fun, rel=1e-9)
     moment = (scales(net).square() + net.weight.detach().square()).sum().item()
     assert math.exp(best.x) == pytest.approx((moment + 0.8) / (24 + 8), rel=1e-5)
@@ -451,7 +624,9 @@ def test_empirical_bayes_gradients_flow_through_the_variance() -> None:
     posterior = net.posterior["weight"]
     parameters = [net.weight, posterior.weight_log_scale]
     got = torch.autograd.grad(sb.kl(net), parameters)
-    expected = torch.autograd.grad(held.gaussian_kl(net.weight, posterior.log_scale()), parameters)
+    expected = torch.autograd.grad(
+        held.gaussian_kl(net.weight, posterior.log_scale()), parameters
+    )
     for g, e in zip(got, expected, strict=True):
         torch.testing.assert_close(g, e)
 
@@ -462,11 +637,15 @@ def mixture_kl(mean: float, scale: float, prior: sb.ScaleMixture) -> float:
     def integrand(w: float) -> float:
         wide = math.log(prior.mix) + stats.norm.logpdf(w, 0, prior.wide)
         narrow = math.log1p(-prior.mix) + stats.norm.logpdf(w, 0, prior.narrow)
-        return stats.norm.pdf(w, mean, scale) * (stats.norm.logpdf(w, mean, scale) - np.logaddexp(wide, narrow))
+        return stats.norm.pdf(w, mean, scale) * (
+            stats.norm.logpdf(w, mean, scale) - np.logaddexp(wide, narrow)
+        )
 
     low, high = mean - 12 * scale, mean + 12 * scale
     cuts = [k * prior.narrow for k in range(-8, 9) if low < k * prior.narrow < high]
-    return integrate.quad(integrand, low, high, points=[mean, *cuts], limit=400, epsabs=1e-10)[0]
+    return integrate.quad(
+        integrand, low, high, points=[mean, *cuts], limit=400, epsabs=1e-10
+    )[0]
 
 
 NEAR = [
@@ -477,12 +656,19 @@ NEAR = [
     (0.0, 0.01, 0.0025),
     (0.1, 0.01, 0.0025),
 ]
-WIDE = [(0.0, 0.03, 0.0025), (0.02, 0.1, 0.0025), (0.0, 0.3, 0.0025), (0.5, 1.0, 0.0025)]
+WIDE = [
+    (0.0, 0.03, 0.0025),
+    (0.02, 0.1, 0.0025),
+    (0.0, 0.3, 0.0025),
+    (0.5, 1.0, 0.0025),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mean", "scale", "narrow"), NEAR)
-def test_scale_mixture_kl_equals_quadrature(mean: float, scale: float, narrow: float) -> None:
+def test_scale_mixture_kl_equals_quadrature(
+    mean: float, scale: float, narrow: float
+) -> None:
     """Posteriors up to four times as wide as the prior's spike, to a thousandth of a nat."""
     prior = sb.ScaleMixture(mix=0.4, wide=1.0, narrow=narrow)
     got = prior.gaussian_kl(torch.tensor([mean]), torch.tensor([scale]).log()).item()
@@ -491,7 +677,9 @@ def test_scale_mixture_kl_equals_quadrature(mean: float, scale: float, narrow: f
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mean", "scale", "narrow"), WIDE)
-def test_scale_mixture_kl_of_wide_posteriors(mean: float, scale: float, narrow: float) -> None:
+def test_scale_mixture_kl_of_wide_posteriors(
+    mean: float, scale: float, narrow: float
+) -> None:
     """The default prior (narrow 0.0025) under scales that training reaches."""
     prior = sb.ScaleMixture(narrow=narrow)
     got = prior.gaussian_kl(torch.tensor([mean]), torch.tensor([scale]).log()).item()
@@ -512,8 +700,16 @@ PRIORS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_of_every_prior_are_finite(prior: Any, dtype: torch.dtype) -> None:
     """From scales of 1e-13 to 400 and means up to a thousand."""
-    mean = torch.tensor([0.0, 1e-6, 0.1, 10.0, 1000.0], dtype=dtype).repeat(5).requires_grad_()
-    log_scale = torch.tensor([-30.0, -5.0, 0.0, 3.0, 6.0], dtype=dtype).repeat_interleave(5).requires_grad_()
+    mean = (
+        torch.tensor([0.0, 1e-6, 0.1, 10.0, 1000.0], dtype=dtype)
+        .repeat(5)
+        .requires_grad_()
+    )
+    log_scale = (
+        torch.tensor([-30.0, -5.0, 0.0, 3.0, 6.0], dtype=dtype)
+        .repeat_interleave(5)
+        .requires_grad_()
+    )
     value = prior.for_layer(9).gaussian_kl(mean, log_scale)
     by_mean, by_scale = torch.autograd.grad(value, [mean, log_scale], allow_unused=True)
     assert bool(value.isfinite()) and bool(by_scale.isfinite().all())
@@ -525,17 +721,28 @@ def test_gradients_of_every_prior_are_finite(prior: Any, dtype: torch.dtype) -> 
 def test_gradients_of_every_prior_are_exact(prior: Any) -> None:
     mean, log_scale = torch.randn(6) * 0.3, torch.randn(6) * 0.3 - 2
     leaves = (mean.requires_grad_(), log_scale.requires_grad_())
-    assert torch.autograd.gradcheck(lambda m, s: prior.for_layer(9).gaussian_kl(m, s), leaves)
+    assert torch.autograd.gradcheck(
+        lambda m, s: prior.for_layer(9).gaussian_kl(m, s), leaves
+    )
 
 
 def test_laplace_prior_is_torchs_and_turns_into_l1() -> None:
     """Its KL against torch.distributions; with vanishing scales its gradient by the means is that of |w| / scale."""
     mean, scale = torch.randn(50), torch.rand(50) + 0.05
     expected = torch.distributions.kl_divergence(
-        torch.distributions.Normal(mean, scale), torch.distributions.Laplace(torch.zeros(50), torch.full((50,), 0.3))
+        torch.distributions.Normal(mean, scale),
+        torch.distributions.Laplace(torch.zeros(50), torch.full((50,), 0.3)),
     ).sum()
-    torch.testing.assert_close(sb.LaplacePrior(0.3).gaussian_kl(mean, scale.log()), expected)
-    net: Any = linear(4, 3, sb.MeanField(prior=sb.LaplacePrior(0.3), scale_init=1e-6, scale_jitter=0.0, bias="point"))
+    torch.testing.assert_close(
+        sb.LaplacePrior(0.3).gaussian_kl(mean, scale.log()), expected
+    )
+    net: Any = linear(
+        4,
+        3,
+        sb.MeanField(
+            prior=sb.LaplacePrior(0.3), scale_init=1e-6, scale_jitter=0.0, bias="point"
+        ),
+    )
     sb.kl(net).backward()
     torch.testing.assert_close(net.weight.grad, net.weight.sign() / 0.3)
 
@@ -543,8 +750,16 @@ def test_laplace_prior_is_torchs_and_turns_into_l1() -> None:
 def test_layers_may_have_different_priors() -> None:
     """A mapping from names to configs, each with its own prior: the KL is the sum of the layers' own."""
     net: Any = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-    sb.bayesianize(net, {"0": sb.MeanField(prior=sb.Normal(0.0, 0.2)), "2": sb.KTied(rank=1, prior=sb.HeNormal())})
-    expected = kl_by_torch(net[0], 0.0, 0.2) + kl_by_torch(net[2], 0.0, math.sqrt(2 / 3))
+    sb.bayesianize(
+        net,
+        {
+            "0": sb.MeanField(prior=sb.Normal(0.0, 0.2)),
+            "2": sb.KTied(rank=1, prior=sb.HeNormal()),
+        },
+    )
+    expected = kl_by_torch(net[0], 0.0, 0.2) + kl_by_torch(
+        net[2], 0.0, math.sqrt(2 / 3)
+    )
     assert sb.kl(net).item() == pytest.approx(expected, rel=1e-9)
 
 
@@ -554,10 +769,17 @@ def test_layers_may_have_different_priors() -> None:
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_scales_start_where_the_paper_starts_them(rank: int) -> None:
     """F26: mean-field at N(0.01, 0.001), k-tied at 0.01 exp(0.1^2) = 0.0101 for every k, all positive."""
-    tied, free = scales(linear(400, 400, sb.KTied(rank=rank))), scales(linear(400, 400, sb.MeanField()))
+    tied, free = (
+        scales(linear(400, 400, sb.KTied(rank=rank))),
+        scales(linear(400, 400, sb.MeanField())),
+    )
     assert tied.min() > 0 and free.min() > 0
-    assert tied.mean().item() == pytest.approx(0.0101, rel=0.03)  # 800 k log-normal numbers behind 160,000 scales
-    assert free.mean().item() == pytest.approx(0.01, rel=1e-3) and free.std().item() == pytest.approx(0.001, rel=0.02)
+    assert tied.mean().item() == pytest.approx(
+        0.0101, rel=0.03
+    )  # 800 k log-normal numbers behind 160,000 scales
+    assert free.mean().item() == pytest.approx(
+        0.01, rel=1e-3
+    ) and free.std().item() == pytest.approx(0.001, rel=0.02)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
@@ -569,14 +791,27 @@ def test_k_tied_kl_equals_the_mean_field_kl_of_its_scales(rank: int) -> None:
 
 def test_scales_are_products_of_the_factors_in_the_matrix_view() -> None:
     """C.1: a convolution is (inputs x kernel) by filters, an LSTM matrix inputs by all four gates."""
-    conv = sb.bayesianize(nn.Conv2d(3, 4, (2, 5)), sb.KTied(rank=2, scale_jitter=1.0)).posterior["weight"]
+    conv = sb.bayesianize(
+        nn.Conv2d(3, 4, (2, 5)), sb.KTied(rank=2, scale_jitter=1.0)
+    ).posterior["weight"]
     u, v = conv.log_u.exp().view(3, 2, 5, 2), conv.log_v.exp()
-    torch.testing.assert_close(conv.log_scale().exp(), torch.einsum("ihwk,ok->oihw", u, v))
-    back = sb.bayesianize(nn.ConvTranspose2d(3, 4, (2, 5)), sb.KTied(rank=2, scale_jitter=1.0)).posterior["weight"]
+    torch.testing.assert_close(
+        conv.log_scale().exp(), torch.einsum("ihwk,ok->oihw", u, v)
+    )
+    back = sb.bayesianize(
+        nn.ConvTranspose2d(3, 4, (2, 5)), sb.KTied(rank=2, scale_jitter=1.0)
+    ).posterior["weight"]
     u, v = back.log_u.exp().view(3, 2, 5, 2), back.log_v.exp()
-    torch.testing.assert_close(back.log_scale().exp(), torch.einsum("ihwk,ok->iohw", u, v))
+    torch.testing.assert_close(
+        back.log_scale().exp(), torch.einsum("ihwk,ok->iohw", u, v)
+    )
     lstm: Any = sb.bayesianize(nn.LSTM(3, 5), sb.KTied(rank=2))
-    assert [tuple(p.shape) for p in lstm.posterior.parameters()] == [(3, 2), (20, 2), (5, 2), (20, 2)]
+    assert [tuple(p.shape) for p in lstm.posterior.parameters()] == [
+        (3, 2),
+        (20, 2),
+        (5, 2),
+        (20, 2),
+    ]
 
 
 def test_one_tied_is_the_matrix_normal_and_two_tied_is_none() -> None:
@@ -584,7 +819,9 @@ def test_one_tied_is_the_matrix_normal_and_two_tied_is_none() -> None:
     product."""
     one = linear(4, 3, sb.MatrixNormal(scale_jitter=0.7)).posterior["weight"]
     q, p = (2 * one.log_u[:, 0]).exp(), (2 * one.log_v[:, 0]).exp()
-    covariance = torch.kron(p.diag(), q.diag())  # vec stacks the columns of the m x n matrix view
+    covariance = torch.kron(
+        p.diag(), q.diag()
+    )  # vec stacks the columns of the m x n matrix view
     stacked = one.site.to_matrix((2 * one.log_scale()).exp()).T.reshape(-1)
     torch.testing.assert_close(stacked.diag(), covariance, rtol=1e-12, atol=0)
     two = linear(8, 7, sb.KTied(rank=2, scale_jitter=0.7)).posterior["weight"]
@@ -592,8 +829,13 @@ def test_one_tied_is_the_matrix_normal_and_two_tied_is_none() -> None:
     assert int((singular > 1e-10 * singular[0]).sum()) == 3
 
 
-@pytest.mark.parametrize("config", [sb.MeanField(scale_init=0.3), sb.KTied(rank=2, scale_init=0.3, scale_jitter=0.3)])
-def test_weights_of_a_pass_are_independent_with_the_posteriors_scales(config: sb.Config) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [sb.MeanField(scale_init=0.3), sb.KTied(rank=2, scale_init=0.3, scale_jitter=0.3)],
+)
+def test_weights_of_a_pass_are_independent_with_the_posteriors_scales(
+    config: sb.Config,
+) -> None:
     """F23: the sample covariance of 40,000 weight draws is diagonal."""
     net = linear(3, 2, config)
     sb.sample(net, torch.randn(1, 3), draws=40_000)
@@ -608,7 +850,8 @@ def test_gradients_to_factors_are_projections_of_those_to_scales() -> None:
     posterior = linear(4, 3, sb.KTied(rank=2, scale_jitter=0.5)).posterior["weight"]
     weight = torch.randn(3, 4)
     by_u, by_v = torch.autograd.grad(
-        (weight * posterior.log_scale().exp().sin()).sum(), [posterior.log_u, posterior.log_v]
+        (weight * posterior.log_scale().exp().sin()).sum(),
+        [posterior.log_u, posterior.log_v],
     )
     u, v = posterior.log_u.exp(), posterior.log_v.exp()
     by_sigma = (weight * posterior.log_scale().exp().cos()).T  # (inputs, outputs)
@@ -643,7 +886,13 @@ def test_a_cap_holds_and_lets_scales_return(config: Any) -> None:
 @pytest.mark.slow
 def test_a_cap_does_not_wind_up() -> None:
     """TFP, whose cap this is, projects the parameter after each step."""
-    net = linear(3, 2, sb.MeanField(prior=sb.Normal(0.0, 1.0), scale_init=0.19, scale_jitter=0.0, max_scale=0.2))
+    net = linear(
+        3,
+        2,
+        sb.MeanField(
+            prior=sb.Normal(0.0, 1.0), scale_init=0.19, scale_jitter=0.0, max_scale=0.2
+        ),
+    )
     optimizer = torch.optim.Adam(net.posterior.parameters(), lr=0.01)
     for _ in range(300):
         optimizer.zero_grad()
@@ -655,18 +904,27 @@ def test_a_cap_does_not_wind_up() -> None:
 # What a conversion starts from, and biases ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("estimator", "method"), each(ESTIMATORS, [sb.MeanField, sb.KTied]))
+@pytest.mark.parametrize(
+    ("estimator", "method"), each(ESTIMATORS, [sb.MeanField, sb.KTied])
+)
 def test_means_are_the_models_weights(method: Any, estimator: Any) -> None:
     """With hardly any scale the converted network is the plain one; with the usual scale its mean prediction stays
     close."""
     plain = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
     x = torch.randn(20, 6)
     for scale, tolerance in ((1e-9, 1e-7), (0.01, 0.01)):
-        config = method(estimator=estimator, scale_init=scale, scale_jitter=0.0, bias="gaussian")
+        config = method(
+            estimator=estimator, scale_init=scale, scale_jitter=0.0, bias="gaussian"
+        )
         net = sb.bayesianize(copy.deepcopy(plain), config)
         for name, p in plain.named_parameters():
             assert torch.equal(net.get_parameter(name), p)
-        torch.testing.assert_close(sb.predict(net, x, draws=200).probs, plain(x).softmax(-1), rtol=0, atol=tolerance)
+        torch.testing.assert_close(
+            sb.predict(net, x, draws=200).probs,
+            plain(x).softmax(-1),
+            rtol=0,
+            atol=tolerance,
+        )
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -675,23 +933,46 @@ def test_biases_are_points_or_have_posteriors(estimator: Any) -> None:
     point = linear(3, 2, sb.MeanField(estimator=estimator), bias=True)
     assert torch.allclose(sb.sample(point, torch.zeros(4, 3), draws=5), point.bias)
     net = linear(
-        3, 2, sb.MeanField(estimator=estimator, bias="gaussian", scale_init=0.3, prior=sb.Normal(0.0, 0.5)), bias=True
+        3,
+        2,
+        sb.MeanField(
+            estimator=estimator,
+            bias="gaussian",
+            scale_init=0.3,
+            prior=sb.Normal(0.0, 0.5),
+        ),
+        bias=True,
     )
     posterior = net.posterior["weight"]
     assert posterior.bias_log_scale.shape == (2,)
     drawn = sb.sample(net, torch.zeros(1, 3), draws=20_000)[:, 0].detach()
     expected = posterior.bias_log_scale.exp().detach()
-    torch.testing.assert_close(drawn.std(0), expected, rtol=4.5 / math.sqrt(2 * 20_000), atol=0)
+    torch.testing.assert_close(
+        drawn.std(0), expected, rtol=4.5 / math.sqrt(2 * 20_000), atol=0
+    )
     bias = torch.distributions.Normal(net.bias.detach(), expected)
-    extra = torch.distributions.kl_divergence(bias, torch.distributions.Normal(0.0, 0.5)).sum().item()
-    assert sb.kl(net).item() == pytest.approx(kl_by_torch(net, 0.0, 0.5) + extra, rel=1e-9)
+    extra = (
+        torch.distributions.kl_divergence(bias, torch.distributions.Normal(0.0, 0.5))
+        .sum()
+        .item()
+    )
+    assert sb.kl(net).item() == pytest.approx(
+        kl_by_torch(net, 0.0, 0.5) + extra, rel=1e-9
+    )
     bare = linear(3, 2, sb.MeanField(bias="gaussian"))
-    assert bare.posterior["weight"].bias_log_scale is None  # a layer without bias has none to draw
+    assert (
+        bare.posterior["weight"].bias_log_scale is None
+    )  # a layer without bias has none to draw
 
 
 def decayed(net: nn.Module) -> set[str]:
     names = {id(p): name for name, p in net.named_parameters()}
-    return {names[id(p)] for g in sb.param_groups(net, weight_decay=0.1) if g["weight_decay"] for p in g["params"]}
+    return {
+        names[id(p)]
+        for g in sb.param_groups(net, weight_decay=0.1)
+        if g["weight_decay"]
+        for p in g["params"]
+    }
 
 
 def test_means_under_a_prior_are_not_decayed() -> None:
@@ -706,7 +987,10 @@ def test_means_under_a_prior_are_not_decayed() -> None:
         sb.KTied(prior=sb.EmpiricalBayes()),
     ):
         assert decayed(sb.bayesianize(build(), config)) == biases
-    assert decayed(sb.bayesianize(build(), sb.MeanField(prior=sb.TiedMean()))) == biases | kernels
+    assert (
+        decayed(sb.bayesianize(build(), sb.MeanField(prior=sb.TiedMean())))
+        == biases | kernels
+    )
 
 
 def test_biases_under_a_prior_are_not_decayed() -> None:
@@ -745,7 +1029,9 @@ ERRORS: list[tuple[str, Callable[[], Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "act"), ERRORS, ids=[m[:40] for m, _ in ERRORS])
-def test_errors_say_what_was_got_and_what_to_do(message: str, act: Callable[[], Any]) -> None:
+def test_errors_say_what_was_got_and_what_to_do(
+    message: str, act: Callable[[], Any]
+) -> None:
     with pytest.raises(ValueError, match=message):
         act()
 
@@ -758,7 +1044,10 @@ def test_refused_conversions_leave_the_model_alone() -> None:
     assert not any(isinstance(m, BayesLayer) for m in net.modules())
     sb.bayesianize(net, configs)  # without strict that layer stays, and says why
     assert isinstance(net[0], BayesLayer) and type(net[1]) is nn.Conv1d
-    assert "the local estimator is exact only where" in {row.name: row.detail for row in sb.summary(net).rows}["1"]
+    assert (
+        "the local estimator is exact only where"
+        in {row.name: row.detail for row in sb.summary(net).rows}["1"]
+    )
 
 
 class Reused(nn.Module):
@@ -770,14 +1059,20 @@ class Reused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.folded:
-            return self.layer(x.repeat_interleave(2, 0)).unflatten(0, (-1, 2)).transpose(0, 1)
+            return (
+                self.layer(x.repeat_interleave(2, 0))
+                .unflatten(0, (-1, 2))
+                .transpose(0, 1)
+            )
         return torch.stack([self.layer(x), self.layer(x)])
 
 
 @pytest.mark.parametrize("folded", [False, True])
 def test_local_is_refused_where_a_row_meets_the_weights_twice(folded: bool) -> None:
     """One pass is one function: the two outputs must be equal, as with the other estimators, or the call refused."""
-    net = sb.bayesianize(Reused(folded), sb.MeanField(estimator="local", scale_init=0.5))
+    net = sb.bayesianize(
+        Reused(folded), sb.MeanField(estimator="local", scale_init=0.5)
+    )
     with pytest.raises(ValueError, match="independent_positions"):
         net(torch.randn(3, 4))
 
@@ -790,7 +1085,9 @@ def test_local_is_refused_where_a_row_meets_the_weights_twice(folded: bool) -> N
 SP = 0.8  # the prior's scale
 
 
-def regression(correlated: bool, d: int = 12, n: int = 40) -> tuple[Tensor, Tensor, Tensor]:
+def regression(
+    correlated: bool, d: int = 12, n: int = 40
+) -> tuple[Tensor, Tensor, Tensor]:
     """X (n, d), y (n, 1) and the noise (1,) of a problem in which data outweigh the prior five to thirty times."""
     rng = np.random.default_rng(0)
     columns = np.linalg.qr(rng.normal(size=(n, d)))[0]
@@ -805,7 +1102,9 @@ def blocks(d: int = 8, n: int = 40) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs of two strengths, outputs of two noises: the best scales are a 2 x 2 pattern of blocks, of rank exactly
     2."""
     rng = np.random.default_rng(1)
-    x = np.linalg.qr(rng.normal(size=(n, d)))[0] * np.where(np.arange(d) < d // 2, 1.0, 6.0)
+    x = np.linalg.qr(rng.normal(size=(n, d)))[0] * np.where(
+        np.arange(d) < d // 2, 1.0, 6.0
+    )
     noise = np.array([0.3, 0.3, 3.0, 3.0])
     y = x @ rng.normal(0, SP, (d, 4)) + noise * rng.normal(size=(n, 4))
     return torch.tensor(x), torch.tensor(y), torch.tensor(noise)
@@ -821,7 +1120,9 @@ def optimum(x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 Problem = tuple[Tensor, Tensor, Tensor]
 
 
-def fit(data: Problem, method: sb.Config, kl_weight: float = 1.0, steps: int = 150) -> tuple[Tensor, Tensor]:
+def fit(
+    data: Problem, method: sb.Config, kl_weight: float = 1.0, steps: int = 150
+) -> tuple[Tensor, Tensor]:
     """Adam, averaged over the second half: ratios of fitted to best scales, distances of means in units of the best
     scale."""
     x, y, noise = data
@@ -833,7 +1134,9 @@ def fit(data: Problem, method: sb.Config, kl_weight: float = 1.0, steps: int = 1
         for group in optimizer.param_groups:
             group["lr"] = 0.05 if step < steps // 3 else 0.01
         optimizer.zero_grad()
-        nll = sb.gaussian(sb.sample(net, x, draws=16), y, noise)  # draws cost less than steps
+        nll = sb.gaussian(
+            sb.sample(net, x, draws=16), y, noise
+        )  # draws cost less than steps
         sb.elbo(nll, net, num_data=len(y), kl_weight=kl_weight).loss.backward()
         optimizer.step()
         if step >= steps // 2:
@@ -843,14 +1146,23 @@ def fit(data: Problem, method: sb.Config, kl_weight: float = 1.0, steps: int = 1
     return scale / best_scale, (mean - best_mean).abs() / best_scale
 
 
-METHODS: dict[str, Any] = {"mean-field": sb.MeanField, "1-tied": lambda **options: sb.KTied(rank=1, **options)}
+METHODS: dict[str, Any] = {
+    "mean-field": sb.MeanField,
+    "1-tied": lambda **options: sb.KTied(rank=1, **options),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("estimator", "correlated", "name"), pairwise(ESTIMATORS, [False, True], METHODS))
-def test_regression_reaches_its_analytic_optimum(name: str, correlated: bool, estimator: Any) -> None:
+@pytest.mark.parametrize(
+    ("estimator", "correlated", "name"), pairwise(ESTIMATORS, [False, True], METHODS)
+)
+def test_regression_reaches_its_analytic_optimum(
+    name: str, correlated: bool, estimator: Any
+) -> None:
     """R13: mean scale ratio within 3 %; with one output the 1-tied family holds every choice of scales."""
-    method = METHODS[name](prior=sb.Normal(0.0, SP), estimator=estimator, scale_init=0.3)
+    method = METHODS[name](
+        prior=sb.Normal(0.0, SP), estimator=estimator, scale_init=0.3
+    )
     ratio, distance = fit(regression(correlated), method)
     assert ratio.mean().item() == pytest.approx(1.0, abs=0.03)
     assert distance.mean().item() < 0.1
@@ -860,7 +1172,9 @@ def test_regression_reaches_its_analytic_optimum(name: str, correlated: bool, es
 @pytest.mark.parametrize("estimator", ["reparam", "local"])
 def test_two_tied_reaches_an_optimum_of_rank_two(estimator: Any) -> None:
     """R13: every block of scales within 3 % of the analytic optimum."""
-    method = sb.KTied(rank=2, prior=sb.Normal(0.0, SP), estimator=estimator, scale_init=0.3)
+    method = sb.KTied(
+        rank=2, prior=sb.Normal(0.0, SP), estimator=estimator, scale_init=0.3
+    )
     ratio, distance = fit(blocks(), method, steps=500)
     for rows in (slice(0, 2), slice(2, 4)):
         for columns in (slice(0, 4), slice(4, 8)):
@@ -870,15 +1184,25 @@ def test_two_tied_reaches_an_optimum_of_rank_two(estimator: Any) -> None:
 
 @pytest.mark.slow
 def test_one_tied_cannot_reach_an_optimum_of_rank_two() -> None:
-    ratio, _ = fit(blocks(), sb.KTied(rank=1, prior=sb.Normal(0.0, SP), estimator="local", scale_init=0.3))
+    ratio, _ = fit(
+        blocks(),
+        sb.KTied(rank=1, prior=sb.Normal(0.0, SP), estimator="local", scale_init=0.3),
+    )
     assert (ratio - 1).abs().max() > 0.2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("estimator", "kl_weight", "name"), [("reparam", 2.0, "mean-field"), ("local", 0.5, "1-tied")])
-def test_a_misweighted_kl_misses_the_optimum(name: str, kl_weight: float, estimator: Any) -> None:
+@pytest.mark.parametrize(
+    ("estimator", "kl_weight", "name"),
+    [("reparam", 2.0, "mean-field"), ("local", 0.5, "1-tied")],
+)
+def test_a_misweighted_kl_misses_the_optimum(
+    name: str, kl_weight: float, estimator: Any
+) -> None:
     """R13: the oracle has teeth: scales are off by about sqrt(kl_weight)."""
-    method = METHODS[name](prior=sb.Normal(0.0, SP), estimator=estimator, scale_init=0.3)
+    method = METHODS[name](
+        prior=sb.Normal(0.0, SP), estimator=estimator, scale_init=0.3
+    )
     ratio, _ = fit(regression(False), method, kl_weight)
     assert abs(ratio.mean().item() - 1) > 0.1
     assert ratio.mean().item() == pytest.approx(math.sqrt(kl_weight), rel=0.15)

@@ -60,12 +60,16 @@ def test_two_methods_share_one_model(first: str, second: str, tmp_path: Path) ->
     k = math.lcm(METHODS[first].members, METHODS[second].members)
     assert sb.members(net) == k and sb.sample(net, x, draws=2).shape == (2 * k, 5, 3)
     assert net(x).shape == (5, 3) and net(x[:3]).shape == (3, 3)
-    apart = sum(float(sb.kl(getattr(net, name)).detach()) for name in ("a", "b", "norm"))
+    apart = sum(
+        float(sb.kl(getattr(net, name)).detach()) for name in ("a", "b", "norm")
+    )
     assert float(sb.kl(net).detach()) == pytest.approx(apart, rel=1e-5)
     (sb.sample(net, x).square().mean() + sb.kl(net)).backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())
     with sb.frozen(net, draws=2):
-        torch.testing.assert_close(sb.sample(net, x)[:, :2], sb.sample(net, x[:2]), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            sb.sample(net, x)[:, :2], sb.sample(net, x[:2]), rtol=1e-4, atol=1e-5
+        )
     again = sb.load(copy.deepcopy(plain), sb.save(net, tmp_path / "posterior"))
     torch.manual_seed(1)
     expected = sb.predict(net, x, draws=3).samples
@@ -77,9 +81,16 @@ def test_two_methods_share_one_model(first: str, second: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [("ensemble", "batch-ensemble"), ("batch-ensemble", "ensemble"), ("ensemble", "ensemble")]
+    ("first", "second"),
+    [
+        ("ensemble", "batch-ensemble"),
+        ("batch-ensemble", "ensemble"),
+        ("ensemble", "ensemble"),
+    ],
 )
-def test_members_of_different_methods_are_matched_row_by_row(first: str, second: str) -> None:
+def test_members_of_different_methods_are_matched_row_by_row(
+    first: str, second: str
+) -> None:
     """In a bare call a row that the first layer gives to member k must meet member k in the second."""
     net = sb.bayesianize(Net().eval(), {"a": METHODS[first], "b": METHODS[second]})
     x = torch.randn(7, 4)
@@ -91,10 +102,18 @@ def test_members_of_different_methods_are_matched_row_by_row(first: str, second:
 
 
 def test_the_kl_of_many_patched_layers_is_the_sum_of_their_own() -> None:
-    net = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4))))
+    net = nn.Sequential(
+        *(
+            m
+            for _ in range(4)
+            for m in (nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4))
+        )
+    )
     configs = {
         "[0-4]": sb.ModelPatch(components=3, jitter=0.5, tau=2.0, rho=0.5),
-        "[5-7]": sb.ModelPatch(components=3, jitter=0.5, cross=True, probs=(0.2, 0.3, 0.5)),
+        "[5-7]": sb.ModelPatch(
+            components=3, jitter=0.5, cross=True, probs=(0.2, 0.3, 0.5)
+        ),
         "8|10": sb.ModelPatch(components=2, jitter=0.5, learn_probs=True),
         "9": sb.DropConnect(rate=0.2, tau=1.0),
         "11": sb.ModelPatch(components=1),
@@ -103,5 +122,7 @@ def test_the_kl_of_many_patched_layers_is_the_sum_of_their_own() -> None:
     for name, parameter in net.named_parameters():
         if name.endswith("logits"):
             nn.init.normal_(parameter)
-    apart = sum(float(p.kl().detach()) for layer in net for site, p in layer.posterior.items())
+    apart = sum(
+        float(p.kl().detach()) for layer in net for site, p in layer.posterior.items()
+    )
     assert float(sb.kl(net).detach()) == pytest.approx(apart, rel=1e-5)

@@ -44,7 +44,9 @@ SCENARIOS: dict[str, Scenario] = {}
 CONFIGS: dict[str, sb.Config] = {
     "example": sb.Rank1(members=2),
     "member": sb.Rank1(members=2, draws="member"),
-    "odd": sb.Rank1(members=3, prior=sb.Cauchy(1.0, 0.1)),  # three members do not divide the four rows of a rank
+    "odd": sb.Rank1(
+        members=3, prior=sb.Cauchy(1.0, 0.1)
+    ),  # three members do not divide the four rows of a rank
     "batchensemble": sb.BatchEnsemble(members=2),
     "picks": sb.ModelPatch(components=3, patch=".*", draws="example", jitter=0.5),
     "ensemble": sb.Ensemble(members=2, init="copies", jitter=0.5),
@@ -59,7 +61,9 @@ def scenario(run: Scenario) -> Scenario:
 def build(config: str) -> nn.Module:
     torch.manual_seed(0)
     # Of few sizes: for each, torch takes a tenth of a second to find out how operations are sharded.
-    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
+    net = nn.Sequential(
+        nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)
+    )
     return sb.bayesianize(net, CONFIGS[config])
 
 
@@ -96,11 +100,26 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {n.removeprefix("module."): whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return {
+        n.removeprefix("module."): whole(p.grad)
+        for n, p in model.named_parameters()
+        if p.grad is not None
+    }
 
 
-def loss(net: nn.Module, x: Tensor, y: Tensor, nll_weight: float = 1.0, kl_weight: float = 1.0) -> sb.ELBO:
-    return sb.elbo(nll_weight * sb.categorical(sb.sample(net, x), y), net, num_data=NUM_DATA, kl_weight=kl_weight)
+def loss(
+    net: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    nll_weight: float = 1.0,
+    kl_weight: float = 1.0,
+) -> sb.ELBO:
+    return sb.elbo(
+        nll_weight * sb.categorical(sb.sample(net, x), y),
+        net,
+        num_data=NUM_DATA,
+        kl_weight=kl_weight,
+    )
 
 
 def train(net: nn.Module, rank: int, steps: int) -> None:
@@ -205,7 +224,10 @@ def ddp_noise(rank: int, folder: Path) -> Result:
         net = ddp(build(config), rank).eval()
         torch.manual_seed(1)
         with torch.no_grad():
-            out[config] = {"sample": sb.sample(net, torch.ones(3, 4)), "bare": net(torch.ones(3, 4))}
+            out[config] = {
+                "sample": sb.sample(net, torch.ones(3, 4)),
+                "bare": net(torch.ones(3, 4)),
+            }
     return out
 
 
@@ -218,7 +240,11 @@ def ddp_gradients(rank: int, folder: Path) -> Result:
         torch.manual_seed(1)
         terms = loss(net, *batch(rank), *weights)
         terms.loss.backward()
-        out[name] = {"loss": terms.loss.detach(), "kl": terms.kl.detach(), "grad": gradients(net)}
+        out[name] = {
+            "loss": terms.loss.detach(),
+            "kl": terms.kl.detach(),
+            "grad": gradients(net),
+        }
     return out
 
 
@@ -260,7 +286,13 @@ def _fsdp_step(config: str, rank: int, alone: tuple[int, ...] = (0, 2, 4)) -> Re
     grad = gradients(net)
     optimizer.step()
     plain = all(type(t) is Tensor for t in (before, *terms))
-    return {"plain": plain, "kl": before.detach(), "nll": terms.nll.detach(), "grad": grad, "end": parameters(net)}
+    return {
+        "plain": plain,
+        "kl": before.detach(),
+        "nll": terms.nll.detach(),
+        "grad": grad,
+        "end": parameters(net),
+    }
 
 
 @scenario
@@ -304,7 +336,10 @@ def fsdp_save(rank: int, folder: Path) -> Result:
     net = shard(build("example"), rank)
     train(net, rank, steps=1)
     sb.save(net, folder / f"sharded-{rank}", base=True)
-    return {"end": parameters(net), "complete": (folder / "sharded-0" / "manifest.json").exists()}
+    return {
+        "end": parameters(net),
+        "complete": (folder / "sharded-0" / "manifest.json").exists(),
+    }
 
 
 # ---- the two processes -----------------------------------------------------------------------------------------------
@@ -312,9 +347,15 @@ def fsdp_save(rank: int, folder: Path) -> Result:
 
 def work(rank: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
-    limit = timedelta(seconds=20)  # a rank that waits for one that failed must not wait for ever
+    limit = timedelta(
+        seconds=20
+    )  # a rank that waits for one that failed must not wait for ever
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD, timeout=limit
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=WORLD,
+        timeout=limit,
     )
     for name, run in SCENARIOS.items():
         try:
@@ -330,7 +371,10 @@ def work(rank: int, folder: Path) -> None:
 def folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
-        ranks = [forks.start(work, rank, place, log=place / f"log-{rank}") for rank in range(WORLD)]
+        ranks = [
+            forks.start(work, rank, place, log=place / f"log-{rank}")
+            for rank in range(WORLD)
+        ]
         forks.exit_codes(ranks, SECONDS)  # scenarios without a result fail below
         yield place
 
@@ -339,9 +383,13 @@ def results(folder: Path, name: str) -> list[Result]:
     out = []
     for rank in range(WORLD):
         file = folder / f"{name}-{rank}.pt"
-        assert file.exists(), f"rank {rank} left no result:\n{(folder / f'log-{rank}').read_text()[-2000:]}"
+        assert file.exists(), (
+            f"rank {rank} left no result:\n{(folder / f'log-{rank}').read_text()[-2000:]}"
+        )
         out.append(torch.load(file, weights_only=True))
-    errors = [f"rank {rank}: {r['error']}" for rank, r in enumerate(out) if "error" in r]
+    errors = [
+        f"rank {rank}: {r['error']}" for rank, r in enumerate(out) if "error" in r
+    ]
     assert not errors, "\n".join(errors)
     return out
 
@@ -353,15 +401,23 @@ def results(folder: Path, name: str) -> list[Result]:
 def test_ddp_ranks_stay_equal_and_follow_one_process(folder: Path, config: str) -> None:
     first, second = (r[config] for r in results(folder, "ddp_training"))
     assert distance(first["end"], second["end"]) == 0
-    assert min((first["start"][n] - p).abs().max().item() for n, p in first["end"].items()) > 0
+    assert (
+        min((first["start"][n] - p).abs().max().item() for n, p in first["end"].items())
+        > 0
+    )
     assert distance(first["end"], played_training(config, steps=3)) < 1e-6
 
 
 @pytest.mark.parametrize("call", ["sample", "bare"])
 @pytest.mark.parametrize("config", ["example", "member"])
-def test_ddp_ranks_with_equal_seeds_draw_different_noise(folder: Path, config: str, call: str) -> None:
+def test_ddp_ranks_with_equal_seeds_draw_different_noise(
+    folder: Path, config: str, call: str
+) -> None:
     # Rounded, because equal rows of one product may differ in the last bit.
-    outputs = [r[config][call].reshape(-1, 3).round(decimals=4) for r in results(folder, "ddp_noise")]
+    outputs = [
+        r[config][call].reshape(-1, 3).round(decimals=4)
+        for r in results(folder, "ddp_noise")
+    ]
     one = [len(torch.unique(out, dim=0)) for out in outputs]
     both = len(torch.unique(torch.cat(outputs), dim=0))
     assert both == sum(one)
@@ -372,10 +428,15 @@ def test_ddp_loss_and_gradients_equal_those_of_one_process(folder: Path) -> None
     ranks = results(folder, "ddp_gradients")
     for name in ("loss", "nll", "kl"):
         net = build("example")
-        terms = Ranks().backward(net, lambda rank, name=name, net=net: loss(net, *batch(rank), *WEIGHTS[name]))
+        terms = Ranks().backward(
+            net,
+            lambda rank, name=name, net=net: loss(net, *batch(rank), *WEIGHTS[name]),
+        )
         expected = gradients(net)
         for rank, alone in zip(ranks, terms, strict=True):
-            torch.testing.assert_close(rank[name]["loss"], alone.loss.detach(), atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(
+                rank[name]["loss"], alone.loss.detach(), atol=1e-6, rtol=1e-6
+            )
             assert distance(rank[name]["grad"], expected) < 1e-6, name
 
 
@@ -386,7 +447,9 @@ def test_ddp_counts_the_kl_once(folder: Path) -> None:
     assert all(".posterior." in n for n in expected)
     for rank in ranks:
         torch.testing.assert_close(rank["kl"]["kl"] * NUM_DATA, sb.kl(net).detach())
-        found, twice = ({n: r["grad"][n] for n in expected} for r in (rank["kl"], rank["twice"]))
+        found, twice = (
+            {n: r["grad"][n] for n in expected} for r in (rank["kl"], rank["twice"])
+        )
         assert distance(found, expected) < 1e-6
         assert distance(twice, expected) > 0.01  # one KL for each rank would show
 
@@ -397,7 +460,12 @@ def test_ddp_uneven_batches_neither_hang_nor_part_the_ranks(folder: Path) -> Non
 
 
 def test_ddp_uneven_batches_draw_different_noise(folder: Path) -> None:
-    rows = torch.cat([r["drawn"].reshape(-1, 3).round(decimals=4) for r in results(folder, "ddp_uneven")])
+    rows = torch.cat(
+        [
+            r["drawn"].reshape(-1, 3).round(decimals=4)
+            for r in results(folder, "ddp_uneven")
+        ]
+    )
     assert len(rows) == 16
     assert len(torch.unique(rows, dim=0)) == 16
 
@@ -416,13 +484,19 @@ def test_a_rank_draws_its_own_noise_at_a_cost_that_does_not_depend_on_the_world(
     for rank in (0, 3, 63):
         torch.manual_seed(5)
         with playing(rank, 64):
-            found.append(noise.standard_normal((5, 7), torch.device("cpu"), torch.float32))
+            found.append(
+                noise.standard_normal((5, 7), torch.device("cpu"), torch.float32)
+            )
     assert asked == [(5, 7)] * 3
     assert len(torch.unique(torch.stack(found))) == 3 * 35
     with playing(3, 64):
         torch.manual_seed(5)
-        assert torch.equal(noise.standard_normal((5, 7), torch.device("cpu"), torch.float32), found[1])
-        assert not torch.equal(noise.standard_normal((5, 7), torch.device("cpu"), torch.float32), found[1])
+        assert torch.equal(
+            noise.standard_normal((5, 7), torch.device("cpu"), torch.float32), found[1]
+        )
+        assert not torch.equal(
+            noise.standard_normal((5, 7), torch.device("cpu"), torch.float32), found[1]
+        )
 
 
 def test_ranks_noise_is_standard_normal_and_uncorrelated() -> None:
@@ -430,11 +504,15 @@ def test_ranks_noise_is_standard_normal_and_uncorrelated() -> None:
     for rank in range(16):
         torch.manual_seed(5)
         with playing(rank, 16):
-            found.append(noise.standard_normal((20_000,), torch.device("cpu"), torch.float64))
+            found.append(
+                noise.standard_normal((20_000,), torch.device("cpu"), torch.float64)
+            )
     drawn = torch.stack(found)
     assert drawn.mean(1).abs().max() < 5 / 20_000**0.5
     assert (drawn.var(1) - 1).abs().max() < 5 * (2 / 20_000) ** 0.5
-    assert (torch.corrcoef(drawn) - torch.eye(16, dtype=torch.float64)).abs().max() < 5 / 20_000**0.5
+    assert (
+        torch.corrcoef(drawn) - torch.eye(16, dtype=torch.float64)
+    ).abs().max() < 5 / 20_000**0.5
 
 
 @pytest.mark.parametrize("saved", ["inner", "wrapper"])
@@ -450,7 +528,9 @@ def test_ddp_rank_zero_saves_alone(folder: Path, saved: str) -> None:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_fsdp_step_equals_one_process(folder: Path, config: str) -> None:
     alone = played_step(config)
-    for rank, nll in zip([r[config] for r in results(folder, "fsdp_step")], alone["nll"], strict=True):
+    for rank, nll in zip(
+        [r[config] for r in results(folder, "fsdp_step")], alone["nll"], strict=True
+    ):
         assert rank["plain"]
         torch.testing.assert_close(rank["nll"], nll, atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(rank["kl"], alone["kl"])
@@ -485,7 +565,9 @@ def test_fsdp_kl_gradient_equals_one_process(folder: Path) -> None:
     net = build("odd")
     sb.kl(net).backward()
     alone = gradients(net)
-    assert alone.keys() == {n for n, _ in build("odd").named_parameters() if n.endswith(("loc", "rho"))}
+    assert alone.keys() == {
+        n for n, _ in build("odd").named_parameters() if n.endswith(("loc", "rho"))
+    }
     for rank in results(folder, "fsdp_kl_gradient"):
         assert distance(rank["grad"], alone) < 1e-6
 
@@ -508,4 +590,7 @@ def test_fsdp_checkpoint_loads_into_one_process(folder: Path) -> None:
 
 def test_fsdp_one_rank_writes_and_all_wait_for_it(folder: Path) -> None:
     assert all(r["complete"] for r in results(folder, "fsdp_save"))
-    assert [(folder / f"sharded-{rank}").exists() for rank in range(WORLD)] == [True, False]
+    assert [(folder / f"sharded-{rank}").exists() for rank in range(WORLD)] == [
+        True,
+        False,
+    ]

@@ -34,7 +34,15 @@ def _build_site(folder: Path) -> None:
     from sphinx.cmd.build import main
 
     warnings.simplefilter("default")  # those of Sphinx's own code fail nobody's site
-    words = ["-W", "-q", "--keep-going", "-d", folder / "trees", ROOT / "docs", folder / "site"]
+    words = [
+        "-W",
+        "-q",
+        "--keep-going",
+        "-d",
+        folder / "trees",
+        ROOT / "docs",
+        folder / "site",
+    ]
     sys.exit(main([str(word) for word in words]))
 
 
@@ -42,20 +50,37 @@ def _build_site(folder: Path) -> None:
 @pytest.mark.timeout(900)  # twenty seconds of work, on a machine that others use, too
 def test_the_site_builds_without_warnings_and_broken_links(tmp_path: Path) -> None:
     for needed in ("sphinx", "furo", "myst_parser"):
-        pytest.importorskip(needed, reason=f'the site needs {needed}: pip install "slimbayes[docs]"')
+        pytest.importorskip(
+            needed, reason=f'the site needs {needed}: pip install "slimbayes[docs]"'
+        )
     building = forks.start(_build_site, tmp_path, log=tmp_path / "said")
-    assert forks.exit_codes([building], seconds=800) == [0], (tmp_path / "said").read_text()
+    assert forks.exit_codes([building], seconds=800) == [0], (
+        tmp_path / "said"
+    ).read_text()
     assert load("links.py").broken(tmp_path / "site") == []
-    found = {file.stem: file.read_text() for file in (tmp_path / "site").rglob("*.html")}
-    assert all(f'id="slimbayes.{name}"' in found["posteriors"] for name in ("Rank1", "KTied", "ModelPatch"))
+    found = {
+        file.stem: file.read_text() for file in (tmp_path / "site").rglob("*.html")
+    }
+    assert all(
+        f'id="slimbayes.{name}"' in found["posteriors"]
+        for name in ("Rank1", "KTied", "ModelPatch")
+    )
     assert "Small real tasks" in found["rank1"] and "<math" in found["rank1"]
 
 
 def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
-    (tmp_path / "a.html").write_text('<p id="here"><a href="#here">x</a><a href="#there">y</a><img src="b.png"></p>')
-    (tmp_path / "c.html").write_text('<a href="a.html#here">x</a><a href="a.html#no">y</a><a href="https://x.y">z</a>')
+    (tmp_path / "a.html").write_text(
+        '<p id="here"><a href="#here">x</a><a href="#there">y</a><img src="b.png"></p>'
+    )
+    (tmp_path / "c.html").write_text(
+        '<a href="a.html#here">x</a><a href="a.html#no">y</a><a href="https://x.y">z</a>'
+    )
     found = load("links.py").broken(tmp_path)
-    assert sorted(found) == ["a.html -> #there", "a.html -> b.png", "c.html -> a.html#no"]
+    assert sorted(found) == [
+        "a.html -> #there",
+        "a.html -> b.png",
+        "c.html -> a.html#no",
+    ]
 
 
 @pytest.mark.slow
@@ -66,8 +91,12 @@ def test_every_public_name_is_in_the_api_pages() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "methods").glob("*.md")), ids=lambda page: page.stem)
-def test_what_methods_pages_ask_for_was_measured(page: Path, tables: ModuleType) -> None:
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs" / "methods").glob("*.md")), ids=lambda page: page.stem
+)
+def test_what_methods_pages_ask_for_was_measured(
+    page: Path, tables: ModuleType
+) -> None:
     for block in re.findall(r"```{measured}\n(.*?)```", page.read_text(), re.S):
         text = tables.measured(dict(line.split(":", 1) for line in block.splitlines()))
         assert text.count("\n|---") >= len(block.splitlines())  # a table for each line
@@ -79,11 +108,19 @@ def test_a_table_that_nobody_measured_is_refused(tables: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_the_readme_s_table_of_parameters_is_what_the_library_counts(tables: ModuleType) -> None:
+def test_the_readme_s_table_of_parameters_is_what_the_library_counts(
+    tables: ModuleType,
+) -> None:
     readme = (ROOT / "README.md").read_text()
-    assert tables.with_tables(readme) == readme, "python docs/measured.py writes it anew"
-    table = readme.partition("<!-- parameters -->")[2].partition("<!-- /parameters -->")[0]
-    assert "+1.6%" in table and "+28.6%" in table  # about one percent on a wide network, far more on a small one
+    assert tables.with_tables(readme) == readme, (
+        "python docs/measured.py writes it anew"
+    )
+    table = readme.partition("<!-- parameters -->")[2].partition(
+        "<!-- /parameters -->"
+    )[0]
+    assert (
+        "+1.6%" in table and "+28.6%" in table
+    )  # about one percent on a wide network, far more on a small one
 
 
 SHORT: dict[str, dict[str, Any]] = {
@@ -104,12 +141,21 @@ def test_the_gallery_s_scripts_draw_their_pictures(name: str, tmp_path: Path) ->
 @pytest.mark.slow
 def test_the_concepts_are_drawn(tmp_path: Path) -> None:
     load("pictures/draw.py").main(tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == {"rank1.png", "tied.png", "patches.png"}
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "rank1.png",
+        "tied.png",
+        "patches.png",
+    }
 
 
 def test_one_version_everywhere() -> None:
     numbers = {
         "pyproject.toml": r'^version = "(.+)"', "CITATION.cff": r"^version: (.+)", "CHANGELOG.md": r"^## (\S+)",
     }  # fmt: skip
-    found = {name: re.search(pattern, (ROOT / name).read_text(), re.M) for name, pattern in numbers.items()}
-    assert {name: match and match[1] for name, match in found.items()} == dict.fromkeys(numbers, sb.__version__)
+    found = {
+        name: re.search(pattern, (ROOT / name).read_text(), re.M)
+        for name, pattern in numbers.items()
+    }
+    assert {name: match and match[1] for name, match in found.items()} == dict.fromkeys(
+        numbers, sb.__version__
+    )

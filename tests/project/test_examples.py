@@ -29,12 +29,16 @@ def demo() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def run(demo: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+def run(
+    demo: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], Path]:
     """All of it, on fewer digits and with fewer draws."""
     out = tmp_path_factory.mktemp("demo") / "new folder" / "digits.png"
     x_train, y_train, x, y = demo.digits()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "digits", lambda: (x_train[:800], y_train[:800], x[:60], y[:60]))
+        patch.setattr(
+            demo, "digits", lambda: (x_train[:800], y_train[:800], x[:60], y[:60])
+        )
         patch.setattr(demo, "DRAWS", 1)
         return demo.main(epochs=2, out=out), out
 
@@ -56,8 +60,14 @@ def test_demo_metrics_are_finite_and_in_range(run: tuple[dict[str, Any], Path]) 
         for scores in method["scores"].values():
             assert 0 <= scores["accuracy"] <= 1 and 0 <= scores["ece"] <= 1
             assert 0 <= scores["nll"] < math.inf
-        assert all(0 <= value <= 1 for kinds in method["auroc"].values() for value in kinds.values())
-        assert method["scores"]["clean"]["accuracy"] > 0.3  # two epochs are enough to beat chance, 0.1
+        assert all(
+            0 <= value <= 1
+            for kinds in method["auroc"].values()
+            for value in kinds.values()
+        )
+        assert (
+            method["scores"]["clean"]["accuracy"] > 0.3
+        )  # two epochs are enough to beat chance, 0.1
 
 
 @pytest.mark.slow
@@ -73,18 +83,30 @@ def test_demo_counts_the_rank1_parameters(run: tuple[dict[str, Any], Path]) -> N
     [
         ([[1.0, 0.0]], [0], 0.0),  # sure and right: the last bin is closed
         ([[1.0, 0.0]], [1], 1.0),  # sure and wrong
-        ([[0.75, 0.25]] * 4, [0, 0, 0, 1], 0.0),  # right three times in four, as claimed
+        (
+            [[0.75, 0.25]] * 4,
+            [0, 0, 0, 1],
+            0.0,
+        ),  # right three times in four, as claimed
         ([[0.75, 0.25]] * 4, [1, 1, 1, 1], 0.75),
         (
             [[1.0, 0.0], [1.0, 0.0], [0.6, 0.4], [0.6, 0.4]],
             [0, 1, 0, 0],
             0.5 * 0.5 + 0.5 * 0.4,
         ),  # two bins of equal weight
-        ([[0.95, 0.05], [0.99, 0.01]], [0, 1], 0.47),  # one bin: the mean confidence 0.97 against one half
+        (
+            [[0.95, 0.05], [0.99, 0.01]],
+            [0, 1],
+            0.47,
+        ),  # one bin: the mean confidence 0.97 against one half
     ],
 )
-def test_demo_calibration_error(demo: ModuleType, probs: list[list[float]], target: list[int], expected: float) -> None:
-    assert demo.ece(torch.tensor(probs), torch.tensor(target)) == pytest.approx(expected, abs=1e-6)
+def test_demo_calibration_error(
+    demo: ModuleType, probs: list[list[float]], target: list[int], expected: float
+) -> None:
+    assert demo.ece(torch.tensor(probs), torch.tensor(target)) == pytest.approx(
+        expected, abs=1e-6
+    )
 
 
 def test_demo_calibration_error_equals_a_slow_loop(demo: ModuleType) -> None:
@@ -94,7 +116,9 @@ def test_demo_calibration_error_equals_a_slow_loop(demo: ModuleType) -> None:
     for b in range(15):
         inside = (confidence >= b / 15) & (confidence < (b + 1) / 15)
         if inside.any():
-            gap = (label[inside] == target[inside]).double().mean() - confidence[inside].mean()
+            gap = (label[inside] == target[inside]).double().mean() - confidence[
+                inside
+            ].mean()
             expected += float(inside.double().mean() * gap.abs())
     assert demo.ece(probs, target) == pytest.approx(expected, abs=1e-9)
 
@@ -122,17 +146,39 @@ def test_the_lab_s_demo_writes_a_report(
     (tmp_path / "digits.yaml").write_text(yaml.safe_dump(tree))
     monkeypatch.setattr(demo, "CONFIGS", tmp_path / "digits.yaml")
     monkeypatch.setattr(
-        sys, "argv", ["demo.py", "--out", str(tmp_path), "--epochs", "1", "--seeds", "1", "--jobs", "1"]
+        sys,
+        "argv",
+        [
+            "demo.py",
+            "--out",
+            str(tmp_path),
+            "--epochs",
+            "1",
+            "--seeds",
+            "1",
+            "--jobs",
+            "1",
+        ],
     )
     demo.main()
     assert "report.html" in capsys.readouterr().out.replace("\n", "")
     page = (tmp_path / "report.html").read_text()
-    assert all(name in page for name in ("plain", "rank-1 Cauchy", "BatchEnsemble", "2-tied Normal", "ECMP"))
+    assert all(
+        name in page
+        for name in ("plain", "rank-1 Cauchy", "BatchEnsemble", "2-tied Normal", "ECMP")
+    )
 
 
 @pytest.mark.slow
 def test_the_fine_tuning_example_runs() -> None:
     found = load("examples/fine_tuning.py").main(steps=40, draws=6, chains=2)
-    assert set(found) >= {"plain", "rank-1 posterior and head", "Laplace, linearised", "SGHMC chains"}
-    assert all(0 < scores["nll"] < 6 for method in found.values() for scores in method.values())
+    assert set(found) >= {
+        "plain",
+        "rank-1 posterior and head",
+        "Laplace, linearised",
+        "SGHMC chains",
+    }
+    assert all(
+        0 < scores["nll"] < 6 for method in found.values() for scores in method.values()
+    )
     assert found["Laplace, sampled"]["noisy"]["nll"] < found["plain"]["noisy"]["nll"]

@@ -18,7 +18,9 @@ from slimbayes.report import record
 
 
 @pytest.mark.slow
-def test_a_loader_that_ignores_checksums_loses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_that_ignores_checksums_loses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def careless(folder: Path, needed: set[str]) -> dict[str, bytes]:
         return {file.name: file.read_bytes() for file in folder.iterdir()}
 
@@ -32,7 +34,12 @@ def test_a_loader_that_ignores_checksums_loses(tmp_path: Path, monkeypatch: pyte
 def test_damage_is_undone_and_another_record_is_lost(tmp_path: Path) -> None:
     file = tmp_path / "note.json"
     file.write_text('{"a": 123456789}')
-    count = fault_files.damage([file], random.Random(1), 40, lambda: json.loads(file.read_text()) == {"a": 123456789})
+    count = fault_files.damage(
+        [file],
+        random.Random(1),
+        40,
+        lambda: json.loads(file.read_text()) == {"a": 123456789},
+    )
     assert json.loads(file.read_text()) == {"a": 123456789}
     assert count.injected == 40 and 0 < count.survived < 40
 
@@ -56,17 +63,27 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_check_that_breaks_is_a_fault_lost(tmp_path: Path, planted: None) -> None:
     count = injected("crash", tmp_path)
-    assert (count.injected, count.survived) == (1, 0) and "nobody expects it" in count.notes[0]
+    assert (count.injected, count.survived) == (
+        1,
+        0,
+    ) and "nobody expects it" in count.notes[0]
 
 
-def test_the_page_says_what_was_lost(tmp_path: Path, planted: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_says_what_was_lost(
+    tmp_path: Path, planted: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, docs = tmp_path / "faults.json", tmp_path / "page.md"
     assert faults.main(["--only", "half", "crash", "--out", str(out)]) == 1
     assert "half: 4 injected, 1 lost" in capsys.readouterr().out
     assert faults.main(["--page", str(out), "--docs", str(docs)]) == 0
     page = docs.read_text()
-    assert "**5 faults injected, 3 survived, 2 lost**" in page and "| half a fault | 4 | 3 | 1 | half | - |" in page
-    assert "- `half`: `silence | with 'wrong' numbers`" in page and "seconds: 1, 2" in page
+    assert (
+        "**5 faults injected, 3 survived, 2 lost**" in page
+        and "| half a fault | 4 | 3 | 1 | half | - |" in page
+    )
+    assert (
+        "- `half`: `silence | with 'wrong' numbers`" in page and "seconds: 1, 2" in page
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,6 +116,8 @@ def test_a_refusal_must_say_why_and_be_short() -> None:
     assert not fault_suite.Answer("refusal", message="config " * 1000).refused("config")
 
 
-@pytest.mark.skipif(not faults.RESULT.exists(), reason="no run of the suite is kept here")
+@pytest.mark.skipif(
+    not faults.RESULT.exists(), reason="no run of the suite is kept here"
+)
 def test_the_page_is_the_one_of_the_kept_run() -> None:
     assert faults.PAGE.read_text() == faults.page(json.loads(faults.RESULT.read_text()))

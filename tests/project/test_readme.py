@@ -10,7 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_FENCE = re.compile(r"^(?:<!-- not run: (?P<why>.+) -->\n)?```(?P<language>\S*)\n(?P<code>.*?)^```", re.S | re.M)
+_FENCE = re.compile(
+    r"^(?:<!-- not run: (?P<why>.+) -->\n)?```(?P<language>\S*)\n(?P<code>.*?)^```",
+    re.S | re.M,
+)
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str, str | None]]:
@@ -24,11 +27,17 @@ def shown(page: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=shown)
-def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "```python" in page.read_text()], ids=shown
+)
+def test_python_blocks_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     module = ModuleType("readme")
-    monkeypatch.setitem(sys.modules, "readme", module)  # where dataclasses look their annotations up
+    monkeypatch.setitem(
+        sys.modules, "readme", module
+    )  # where dataclasses look their annotations up
     for language, code, why in blocks(page):
         if language == "python":
             compiled = compile(code, str(page), "exec")
@@ -37,7 +46,10 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_readme_shows_code() -> None:
-    assert any(language == "python" and why is None for language, _, why in blocks(ROOT / "README.md"))
+    assert any(
+        language == "python" and why is None
+        for language, _, why in blocks(ROOT / "README.md")
+    )
 
 
 def test_blocks_that_do_not_run_hold_no_python_or_say_why() -> None:
@@ -45,19 +57,32 @@ def test_blocks_that_do_not_run_hold_no_python_or_say_why() -> None:
     for page in PAGES:
         for language, code, _ in blocks(page):
             if language in ("", "text", "none"):
-                assert not python.search(code), f"{shown(page)}: a block without a language looks like Python:\n{code}"
+                assert not python.search(code), (
+                    f"{shown(page)}: a block without a language looks like Python:\n{code}"
+                )
 
 
 def test_links_between_pages_lead_somewhere() -> None:
     made = ("api/index.rst",)  # by the site, from the docstrings
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
-            assert target in made or (page.parent / target).exists(), f"{shown(page)} -> {target}"
+            assert target in made or (page.parent / target).exists(), (
+                f"{shown(page)} -> {target}"
+            )
 
 
 def test_the_table_of_methods_has_them_all() -> None:
     from slimbayes.posteriors import METHODS
 
-    table = (ROOT / "README.md").read_text().partition("<!-- methods -->")[2].partition("<!-- /methods -->")[0]
-    named = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
+    table = (
+        (ROOT / "README.md")
+        .read_text()
+        .partition("<!-- methods -->")[2]
+        .partition("<!-- /methods -->")[0]
+    )
+    named = {
+        name
+        for line in table.splitlines()
+        for name in re.findall(r"`(\w+)`", line.split(" | ")[0])
+    }
     assert named - {"config"} == set(METHODS)

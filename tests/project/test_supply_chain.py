@@ -16,7 +16,9 @@ TORCH = "torch==2.13.0"
 
 @pytest.fixture(scope="module")
 def chain() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("supply_chain", ROOT / "tools" / "supply_chain.py")
+    spec = importlib.util.spec_from_file_location(
+        "supply_chain", ROOT / "tools" / "supply_chain.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["supply_chain"] = module  # dataclasses look for their module
@@ -36,10 +38,16 @@ def test_this_lock_does_not_drift(chain: ModuleType) -> None:
     [
         ("dev", "numpy>=99", "numpy is locked at"),
         ("report", "Left.Pad", "left-pad is not locked"),
-        ("lab", "pytorch-lightning>=2.6", "pytorch-lightning 2.6.2 is malware, and pyproject.toml allows it"),
+        (
+            "lab",
+            "pytorch-lightning>=2.6",
+            "pytorch-lightning 2.6.2 is malware, and pyproject.toml allows it",
+        ),
     ],
 )
-def test_a_drift_of_the_project_is_seen(chain: ModuleType, extra: str, line: str, found: str) -> None:
+def test_a_drift_of_the_project_is_seen(
+    chain: ModuleType, extra: str, line: str, found: str
+) -> None:
     project = deepcopy(chain.PROJECT)
     project["project"]["optional-dependencies"][extra].append(line)
     wrong = chain.drift(project, chain.read_lock(chain.LOCK.read_text()), TORCH)
@@ -49,7 +57,11 @@ def test_a_drift_of_the_project_is_seen(chain: ModuleType, extra: str, line: str
 @pytest.mark.parametrize(
     ("old", "new", "found"),
     [
-        (r"^rich==\S+", "rich==1.0", "rich is locked at 1.0, but pyproject.toml asks for rich>=13"),
+        (
+            r"^rich==\S+",
+            "rich==1.0",
+            "rich is locked at 1.0, but pyproject.toml asks for rich>=13",
+        ),
         (
             r"^pytorch-lightning==\S+",
             "pytorch-lightning==2.6.3",
@@ -59,20 +71,36 @@ def test_a_drift_of_the_project_is_seen(chain: ModuleType, extra: str, line: str
         (r"^PyYAML==\S+|^pyyaml==\S+", "x==1", "pyyaml is not locked"),
     ],
 )
-def test_a_drift_of_the_lock_is_seen(chain: ModuleType, old: str, new: str, found: str) -> None:
+def test_a_drift_of_the_lock_is_seen(
+    chain: ModuleType, old: str, new: str, found: str
+) -> None:
     text = re.sub(old, new, chain.LOCK.read_text(), flags=re.MULTILINE)
-    assert any(re.match(found, message) for message in chain.drift(chain.PROJECT, chain.read_lock(text), TORCH))
+    assert any(
+        re.match(found, message)
+        for message in chain.drift(chain.PROJECT, chain.read_lock(text), TORCH)
+    )
 
 
 def test_another_torch_is_seen(chain: ModuleType) -> None:
     lock = chain.read_lock(chain.LOCK.read_text())
-    assert any("torch is locked at 2.1.0" in message for message in chain.drift(chain.PROJECT, lock, "torch==2.1.0"))
+    assert any(
+        "torch is locked at 2.1.0" in message
+        for message in chain.drift(chain.PROJECT, lock, "torch==2.1.0")
+    )
 
 
-def test_what_is_installed_is_what_is_locked(chain: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_installed_is_what_is_locked(
+    chain: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     needed = chain.closure(chain.asked_for(chain.PROJECT))
-    lock = {name: chain.Pin(version(name), ("0",)) for name in needed if not chain.OF_TORCH.fullmatch(name)}
-    project = {"project": chain.PROJECT["project"] | {"optional-dependencies": {"dev": []}}}
+    lock = {
+        name: chain.Pin(version(name), ("0",))
+        for name in needed
+        if not chain.OF_TORCH.fullmatch(name)
+    }
+    project = {
+        "project": chain.PROJECT["project"] | {"optional-dependencies": {"dev": []}}
+    }
     assert not chain.installed(project, lock)
     assert chain.installed(project, lock | {"numpy": chain.Pin("0.1", ("0",))}) == [
         f"numpy is locked at 0.1, but {version('numpy')} is installed"
@@ -81,19 +109,31 @@ def test_what_is_installed_is_what_is_locked(chain: ModuleType, monkeypatch: pyt
         project, {name: pin for name, pin in lock.items() if name != "networkx"}
     )
     monkeypatch.setattr(chain, "ALLOWED", chain.ALLOWED - {"BSD-3-Clause"})
-    assert any(message.startswith("numpy has the licence") for message in chain.installed(project, lock))
+    assert any(
+        message.startswith("numpy has the licence")
+        for message in chain.installed(project, lock)
+    )
 
 
 @pytest.mark.slow
-def test_the_bill_of_materials_names_what_the_wheel_needs(chain: ModuleType, tmp_path: Path) -> None:
+def test_the_bill_of_materials_names_what_the_wheel_needs(
+    chain: ModuleType, tmp_path: Path
+) -> None:
     wheel = tmp_path / "slimbayes-0.1.0-py3-none-any.whl"
     wheel.write_bytes(b"wheel")
     bill = chain.sbom(chain.PROJECT, chain.read_lock(chain.LOCK.read_text()), wheel)
     scopes = {part["name"]: part["scope"] for part in bill["components"]}
-    assert {scopes[name] for name in ("torch", "numpy", "safetensors", "networkx")} == {"required"}
-    assert {scopes[name] for name in ("typer", "pydantic", "optuna")} == {"optional"} and "pytest" not in scopes
+    assert {scopes[name] for name in ("torch", "numpy", "safetensors", "networkx")} == {
+        "required"
+    }
+    assert {scopes[name] for name in ("typer", "pydantic", "optuna")} == {
+        "optional"
+    } and "pytest" not in scopes
     refs = {part["bom-ref"] for part in bill["components"]}
     assert {ref for line in bill["dependencies"] for ref in line["dependsOn"]} <= refs
     numpy = next(part for part in bill["components"] if part["name"] == "numpy")
-    assert numpy["purl"] == f"pkg:pypi/numpy@{version('numpy')}" and "externalReferences" in numpy
+    assert (
+        numpy["purl"] == f"pkg:pypi/numpy@{version('numpy')}"
+        and "externalReferences" in numpy
+    )
     assert len(bill["metadata"]["component"]["hashes"][0]["content"]) == 64

@@ -12,7 +12,8 @@ from test_page import HOSTILE
 from slimbayes.report import write_page
 
 playwright = pytest.importorskip(
-    "playwright.sync_api", reason="the browser tests need playwright: pip install playwright"
+    "playwright.sync_api",
+    reason="the browser tests need playwright: pip install playwright",
 )
 # Names that every object of JavaScript has, and such as are empty, long, invisible, written backwards or paths.
 NAMES = [
@@ -21,13 +22,18 @@ NAMES = [
 ]  # fmt: skip
 METHODS = ["deterministic", "batch-ensemble", "rank1-gaussian", "rank1-cauchy"]
 CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+    (
+        path
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (path := shutil.which(name))
+    ),
+    None,
 )
-MISSING = "NO BROWSER: the report is NOT tested in one (Debian: apt-get install chromium)"
+MISSING = (
+    "NO BROWSER: the report is NOT tested in one (Debian: apt-get install chromium)"
+)
 if CHROMIUM is None:
-    with (
-        warnings.catch_warnings()
-    ):  # a skip alone is easily overlooked; this stands in the summary without being an error
+    with warnings.catch_warnings():  # a skip alone is easily overlooked; this stands in the summary without being an error
         warnings.simplefilter("always")
         warnings.warn(MISSING, RuntimeWarning, stacklevel=1)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=MISSING)]
@@ -36,7 +42,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=MISS
 @pytest.fixture(scope="module")
 def browser():
     with playwright.sync_playwright() as engine:
-        started = engine.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        started = engine.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
         yield started
         started.close()
 
@@ -64,7 +72,9 @@ class Visit:
 
     def __init__(self, browser, path: Path, width=1280, scheme="light"):
         self.context = browser.new_context(
-            viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
+            viewport={"width": width, "height": 900},
+            color_scheme=scheme,
+            reduced_motion="reduce",
         )
         self.requests, self.console, self.dialogs = [], [], []
         self.context.on("request", lambda request: self.requests.append(request.url))
@@ -72,7 +82,10 @@ class Visit:
         self.page = self.context.new_page()
         self.page.on("console", lambda message: self.console.append(message.text))
         self.page.on("pageerror", lambda error: self.console.append(str(error)))
-        self.page.on("dialog", lambda dialog: (self.dialogs.append(dialog.message), dialog.dismiss()))
+        self.page.on(
+            "dialog",
+            lambda dialog: (self.dialogs.append(dialog.message), dialog.dismiss()),
+        )
         self.page.goto(path.as_uri())
         self.page.wait_for_selector("html[data-ready]", timeout=30_000)
 
@@ -84,7 +97,10 @@ class Visit:
         if error[0] is None:
             assert self.console == [] and self.dialogs == []
             assert all(
-                url.startswith(("file:", "data:image/png;base64,", "data:image/svg+xml")) for url in self.requests
+                url.startswith(
+                    ("file:", "data:image/png;base64,", "data:image/svg+xml")
+                )
+                for url in self.requests
             ), self.requests
             assert len([url for url in self.requests if url.startswith("file:")]) == 1
 
@@ -98,14 +114,17 @@ def shared(browser, pages):
 
 def column(page, number):
     return page.eval_on_selector_all(
-        f"#table-1 tbody tr > :nth-child({number})", "cells => cells.map(cell => cell.dataset.sort)"
+        f"#table-1 tbody tr > :nth-child({number})",
+        "cells => cells.map(cell => cell.dataset.sort)",
     )
 
 
 @pytest.mark.slow
 def test_every_chart_is_drawn_without_a_word_or_a_request(shared):
     charts = shared.locator(".chart")
-    assert charts.count() >= 14 and shared.locator(".chart svg").count() == charts.count()
+    assert (
+        charts.count() >= 14 and shared.locator(".chart svg").count() == charts.count()
+    )
     assert shared.evaluate(
         "[...document.querySelectorAll('.chart svg')].every(svg => svg.querySelectorAll('path').length > 3)"
     )
@@ -116,7 +135,9 @@ def test_the_policy_stops_scripts_and_eval(browser, pages):
     visit.page.evaluate(
         "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.broken = 1'}))"
     )
-    visit.page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x: onerror=\"window.broken = 1\">')")
+    visit.page.evaluate(
+        "document.body.insertAdjacentHTML('beforeend', '<img src=x: onerror=\"window.broken = 1\">')"
+    )
     visit.page.wait_for_timeout(200)
     assert visit.page.evaluate("window.broken") is None and any(
         "Content Security Policy" in text for text in visit.console
@@ -130,8 +151,15 @@ def test_tables_sort_by_mouse(shared):
     up = [float(value) for value in column(shared, 3)]
     assert up == sorted(up) and head.get_attribute("aria-sort") == "ascending"
     head.locator("button").click()
-    assert [float(value) for value in column(shared, 3)] == up[::-1] and head.get_attribute("aria-sort") == "descending"
-    assert shared.locator("#table-1 th[aria-sort=ascending], #table-1 th[aria-sort=descending]").count() == 1
+    assert [float(value) for value in column(shared, 3)] == up[
+        ::-1
+    ] and head.get_attribute("aria-sort") == "descending"
+    assert (
+        shared.locator(
+            "#table-1 th[aria-sort=ascending], #table-1 th[aria-sort=descending]"
+        ).count()
+        == 1
+    )
 
 
 def test_tables_sort_by_keyboard(shared):
@@ -142,18 +170,26 @@ def test_tables_sort_by_keyboard(shared):
     assert column(shared, 1) == sorted(METHODS, reverse=True)
     shared.keyboard.press("Tab")
     shared.keyboard.press("Enter")
-    assert [float(value) for value in column(shared, 2)] == sorted(float(value) for value in column(shared, 2))
+    assert [float(value) for value in column(shared, 2)] == sorted(
+        float(value) for value in column(shared, 2)
+    )
 
 
 def test_the_skip_link_comes_first_and_focus_is_seen(browser, pages):
     with Visit(browser, pages["good"]) as visit:
         visit.page.keyboard.press("Tab")
         assert visit.page.evaluate("document.activeElement.className") == "skip"
-        assert visit.page.evaluate("document.activeElement.getBoundingClientRect().left") >= 0
+        assert (
+            visit.page.evaluate("document.activeElement.getBoundingClientRect().left")
+            >= 0
+        )
         visit.page.keyboard.press("Enter")
         assert visit.page.evaluate("document.activeElement.id") == "content"
         visit.page.keyboard.press("Tab")
-        assert visit.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
+        assert (
+            visit.page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+            != "none"
+        )
 
 
 def test_tooltips_appear_on_hover(shared):
@@ -161,7 +197,9 @@ def test_tooltips_appear_on_hover(shared):
     mark.scroll_into_view_if_needed()
     shared.wait_for_timeout(300)  # a scroll hides the tip
     box = mark.bounding_box()
-    shared.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, steps=4)
+    shared.mouse.move(
+        box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, steps=4
+    )
     tip = shared.locator("#tip")
     tip.wait_for(state="visible", timeout=5000)
     assert (
@@ -190,7 +228,12 @@ def test_a_name_can_be_brought_forward_everywhere(shared):
     assert shared.evaluate(faint) == 0
     shared.locator("#figure-2 .key button", has_text="rank1-cauchy").click()
     shared.wait_for_function(faint + " > 0")
-    assert shared.locator(".key button[aria-pressed=true]", has_text="rank1-cauchy").count() > 3
+    assert (
+        shared.locator(
+            ".key button[aria-pressed=true]", has_text="rank1-cauchy"
+        ).count()
+        > 3
+    )
     shared.locator("#figure-2 .key button", has_text="rank1-cauchy").click()
     shared.wait_for_function(faint + " === 0")
 
@@ -220,7 +263,9 @@ def test_a_chart_can_be_saved(shared, tmp_path):
 
 def colours(page):
     paper = "getComputedStyle(document.body).backgroundColor"
-    ink = "getComputedStyle(document.querySelector('.chart .role-axis-title text')).fill"
+    ink = (
+        "getComputedStyle(document.querySelector('.chart .role-axis-title text')).fill"
+    )
     return page.evaluate(f"[{paper}, {ink}]")
 
 
@@ -231,13 +276,19 @@ def test_dark_and_light_follow_the_system_and_the_button(browser, pages):
         visit.page.emulate_media(color_scheme="dark")
         dark = colours(visit.page)
         assert (
-            light != dark and light[0] == "rgb(255, 254, 251)" and dark[0] == "rgb(21, 23, 28)" and light[1] != dark[1]
+            light != dark
+            and light[0] == "rgb(255, 254, 251)"
+            and dark[0] == "rgb(21, 23, 28)"
+            and light[1] != dark[1]
         )
         button.click()
         assert colours(visit.page) == light
         visit.page.emulate_media(color_scheme="light")
         button.click()
-        assert colours(visit.page) == dark and button.get_attribute("aria-pressed") == "true"
+        assert (
+            colours(visit.page) == dark
+            and button.get_attribute("aria-pressed") == "true"
+        )
         visit.page.emulate_media(media="print")
         assert colours(visit.page)[1] == light[1]  # paper is white
 
@@ -268,10 +319,15 @@ def test_charts_follow_the_window(browser, pages):
 def test_hostile_text_does_nothing(browser, pages):
     with Visit(browser, pages["bad"]) as visit:
         page = visit.page
-        assert page.evaluate("document.scripts.length") == 3 and page.locator("img, iframe, object, embed").count() == 0
+        assert (
+            page.evaluate("document.scripts.length") == 3
+            and page.locator("img, iframe, object, embed").count() == 0
+        )
         assert page.locator("h1").inner_text() == HOSTILE[0]
         charts = page.locator(".chart")
-        assert charts.count() >= 8 and page.locator(".chart svg").count() == charts.count()
+        assert (
+            charts.count() >= 8 and page.locator(".chart svg").count() == charts.count()
+        )
         assert page.get_by_text("could not be drawn").count() == 0
         assert page.locator("#table-1 tbody tr").count() == len(HOSTILE) + len(NAMES)
         bars = page.locator("#figure-3 .mark-rect path, #figure-3 .mark-symbol path")
@@ -280,12 +336,17 @@ def test_hostile_text_does_nothing(browser, pages):
             details.evaluate("element => { element.open = true }")
         for figure in page.locator("figure.charted").all():
             for part in (".menu input", ".key button"):
-                figure.locator(part).evaluate_all("parts => parts.forEach(part => part.click())")
+                figure.locator(part).evaluate_all(
+                    "parts => parts.forEach(part => part.click())"
+                )
             mark = figure.locator(".mark-symbol path, .mark-rect path").last
             mark.scroll_into_view_if_needed()
             mark.hover(force=True)
         page.wait_for_timeout(300)
-        assert page.evaluate("document.scripts.length") == 3 and page.locator("main img, main script").count() == 0
+        assert (
+            page.evaluate("document.scripts.length") == 3
+            and page.locator("main img, main script").count() == 0
+        )
         assert HOSTILE[0] in page.locator("#table-1").inner_text()
 
 
@@ -300,7 +361,9 @@ def test_controls_have_names_and_headings_do_not_skip(shared):
     )
     assert nameless == 0
     named = "svg => svg.getAttribute('aria-label') || svg.querySelector('[aria-label]')"
-    assert shared.evaluate(f"[...document.querySelectorAll('.chart svg')].every({named})")
+    assert shared.evaluate(
+        f"[...document.querySelectorAll('.chart svg')].every({named})"
+    )
     assert shared.evaluate(
         "[...document.querySelectorAll('table')].every(table => table.querySelector('th[scope=col]'))"
     )

@@ -13,7 +13,13 @@ from rich.console import Console
 
 from slimbayes.lab.runs.scores import class_scores, regression_scores
 from slimbayes.report import compare
-from slimbayes.report.metric import KNOWN, bootstrap_interval, metric, shown_in, sign_flip_p
+from slimbayes.report.metric import (
+    KNOWN,
+    bootstrap_interval,
+    metric,
+    shown_in,
+    sign_flip_p,
+)
 from slimbayes.report.record import Evaluation, RecordError
 
 
@@ -22,7 +28,9 @@ def run(name, seed, data="toy", **metrics):
         name,
         seed,
         data=data,
-        evaluations=[Evaluation(data="toy", role="test", draws=1, rows=9, metrics=metrics)],
+        evaluations=[
+            Evaluation(data="toy", role="test", draws=1, rows=9, metrics=metrics)
+        ],
         epochs=1,
         pictures=0,
     )
@@ -32,7 +40,13 @@ def grid(name, seed, cells, draws=4):
     """A run with a corrupted set for each (corruption, severity): value."""
     sets = [
         Evaluation(
-            data="c", role="corruption", corruption=kind, severity=level, draws=draws, rows=9, metrics={"nll": value}
+            data="c",
+            role="corruption",
+            corruption=kind,
+            severity=level,
+            draws=draws,
+            rows=9,
+            metrics={"nll": value},
         )
         for (kind, level), value in cells.items()
     ]
@@ -42,8 +56,13 @@ def grid(name, seed, cells, draws=4):
 @pytest.fixture
 def two(tmp_path):
     """Five seeds of a baseline and four of them of another, with one seed of its own."""
-    base = [run("base", seed, nll=0.50 + 0.01 * seed, accuracy=0.9) for seed in range(5)]
-    other = [run("other", seed, nll=0.45 + 0.02 * seed, accuracy=0.9 + 0.001 * seed) for seed in (1, 2, 3, 4, 9)]
+    base = [
+        run("base", seed, nll=0.50 + 0.01 * seed, accuracy=0.9) for seed in range(5)
+    ]
+    other = [
+        run("other", seed, nll=0.45 + 0.02 * seed, accuracy=0.9 + 0.001 * seed)
+        for seed in (1, 2, 3, 4, 9)
+    ]
     return save(tmp_path, *base, *other)
 
 
@@ -51,12 +70,22 @@ def two(tmp_path):
 def test_means_intervals_and_paired_differences(two):
     table = compare(two, baseline="base")
     base, other = table.rows
-    assert base.scores["nll"].mean == pytest.approx(0.52) and base.scores["nll"].difference is None
-    assert base.scores["nll"].interval == bootstrap_interval([0.50, 0.51, 0.52, 0.53, 0.54])
+    assert (
+        base.scores["nll"].mean == pytest.approx(0.52)
+        and base.scores["nll"].difference is None
+    )
+    assert base.scores["nll"].interval == bootstrap_interval(
+        [0.50, 0.51, 0.52, 0.53, 0.54]
+    )
     gap = other.scores["nll"].difference
-    gaps = [0.45 + 0.02 * seed - (0.50 + 0.01 * seed) for seed in (1, 2, 3, 4)]  # seed 9 has no partner
+    gaps = [
+        0.45 + 0.02 * seed - (0.50 + 0.01 * seed) for seed in (1, 2, 3, 4)
+    ]  # seed 9 has no partner
     assert gap.seeds == (1, 2, 3, 4) and gap.mean == pytest.approx(sum(gaps) / 4)
-    assert gap.interval == pytest.approx(bootstrap_interval(gaps)) and gap.p == sign_flip_p(gaps) == 2 / 2**4
+    assert (
+        gap.interval == pytest.approx(bootstrap_interval(gaps))
+        and gap.p == sign_flip_p(gaps) == 2 / 2**4
+    )
     assert any("below 0.12" in note for note in table.notes)
 
 
@@ -70,8 +99,15 @@ def test_the_best_is_marked_by_direction(two):
 def test_every_score_of_a_record_is_known():
     """Others would be shown by their bare name, without a direction."""
     cpu = torch.device("cpu")
-    made = [class_scores(10, 15, 2, binary, cpu) for binary in (True, False)] + [regression_scores(cpu)]
-    names = {name for one in made for group in (one.whole, one.soft, one.diversity, one.uncertainty) for name in group}
+    made = [class_scores(10, 15, 2, binary, cpu) for binary in (True, False)] + [
+        regression_scores(cpu)
+    ]
+    names = {
+        name
+        for one in made
+        for group in (one.whole, one.soft, one.diversity, one.uncertainty)
+        for name in group
+    }
     assert {"accuracy", "auroc", "crps", "entropy", "soft_nll"} <= names <= set(KNOWN)
 
 
@@ -82,14 +118,25 @@ def test_directions_are_known_for_all_headline_metrics():
         and metric("entropy").best([0.1, 0.2]) == set()
         and metric("nll").best([0.2]) == set()
     )
-    assert metric("nll").best([math.nan, math.inf]) == set() and metric("accuracy").best([0.9, 0.9, 0.1]) == {0, 1}
+    assert metric("nll").best([math.nan, math.inf]) == set() and metric(
+        "accuracy"
+    ).best([0.9, 0.9, 0.1]) == {0, 1}
 
 
 def test_one_seed_has_no_interval_and_says_so(tmp_path):
-    table = compare(save(tmp_path, run("a", 0, nll=0.1), run("b", 0, nll=0.2)), baseline="a")
+    table = compare(
+        save(tmp_path, run("a", 0, nll=0.1), run("b", 0, nll=0.2)), baseline="a"
+    )
     score = table.rows[1].scores["nll"]
-    assert score.interval is None and score.difference.interval is None and score.difference.p is None
-    assert any("single seed" in note for note in table.notes) and "[" not in table.to_markdown().splitlines()[4]
+    assert (
+        score.interval is None
+        and score.difference.interval is None
+        and score.difference.p is None
+    )
+    assert (
+        any("single seed" in note for note in table.notes)
+        and "[" not in table.to_markdown().splitlines()[4]
+    )
 
 
 def test_corrupted_is_a_mean_over_what_all_runs_share(tmp_path):
@@ -99,30 +146,47 @@ def test_corrupted_is_a_mean_over_what_all_runs_share(tmp_path):
     table = compare(paths, on="corrupted")
     assert [row.scores["nll"].mean for row in table.rows] == [2.5, 2.5]
     assert any("4 of 5" in note for note in table.notes)
-    assert [row.scores["nll"].mean for row in compare(paths, on="corrupted", severity=2).rows] == [3.0, 3.0]
+    assert [
+        row.scores["nll"].mean
+        for row in compare(paths, on="corrupted", severity=2).rows
+    ] == [3.0, 3.0]
 
 
 def test_draws_are_the_most_that_a_name_shares_unless_chosen(tmp_path):
     def drawn(seed, *counts):
         sets = [
-            Evaluation(data="t", role="test", draws=count, rows=9, metrics={"nll": float(count)}) for count in counts
+            Evaluation(
+                data="t",
+                role="test",
+                draws=count,
+                rows=9,
+                metrics={"nll": float(count)},
+            )
+            for count in counts
         ]
         return record("a", seed, data="toy", evaluations=sets, epochs=1, pictures=0)
 
     paths = save(tmp_path, drawn(0, 1, 4, 16), drawn(1, 1, 4))
-    assert compare(paths).rows[0].draws == 4 and compare(paths).rows[0].scores["nll"].mean == 4
+    assert (
+        compare(paths).rows[0].draws == 4
+        and compare(paths).rows[0].scores["nll"].mean == 4
+    )
     assert compare(paths, draws=1).rows[0].scores["nll"].mean == 1
     assert compare(paths, draws=16).rows[0].scores["nll"].seeds == {0: 16.0}
 
 
 def test_other_sets_and_real_targets(tmp_path):
-    paths = save(tmp_path, record("rank1-cauchy", 0, corruptions=0), regression("k-tied", 0))
+    paths = save(
+        tmp_path, record("rank1-cauchy", 0, corruptions=0), regression("k-tied", 0)
+    )
     assert set(compare(paths, on="ood").rows[0].scores) == {"auroc", "aucpr", "fpr95"}
     only = compare(paths, on="street numbers").rows[0].scores["auroc"].mean
     both = compare(paths, on="ood").rows[0].scores["auroc"].mean
     assert only > both  # the other set is harder
     rows = compare(paths).rows
-    assert [row.data for row in rows] == ["synthetic-10", "synthetic-line"] and set(rows[1].scores) == {
+    assert [row.data for row in rows] == ["synthetic-10", "synthetic-line"] and set(
+        rows[1].scores
+    ) == {
         "rmse",
         "lpd",
         "crps",
@@ -147,7 +211,11 @@ def test_data_sets_are_not_mixed(tmp_path):
         ("two", "a", True),
         ("two", "b", False),
     ]
-    assert all(row.scores["nll"].difference.mean == pytest.approx(0.1) for row in table.rows if row.name == "b")
+    assert all(
+        row.scores["nll"].difference.mean == pytest.approx(0.1)
+        for row in table.rows
+        if row.name == "b"
+    )
 
 
 def test_values_that_are_not_finite_are_told(tmp_path):
@@ -160,15 +228,26 @@ def test_values_that_are_not_finite_are_told(tmp_path):
     )
     table = compare(paths, baseline="a")
     score = table.rows[1].scores["nll"]
-    assert math.isnan(score.mean) and score.interval is None and not score.best and score.difference.seeds == (1, 2)
+    assert (
+        math.isnan(score.mean)
+        and score.interval is None
+        and not score.best
+        and score.difference.seeds == (1, 2)
+    )
     assert any("not finite" in note and "seed 0" in note for note in table.notes)
     assert json.loads(table.to_json())["rows"][1]["scores"]["nll"]["mean"] == "nan"
 
 
 def test_mistakes_are_explained(two, tmp_path):
-    with pytest.raises(ValueError, match=r"baseline='bse' is not among the runs; needed one of \['base', 'other'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"baseline='bse' is not among the runs; needed one of \['base', 'other'\]",
+    ):
         compare(two, baseline="bse")
-    with pytest.raises(ValueError, match=r"no run has scores for on='shift'.*the records hold sets test \(toy\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"no run has scores for on='shift'.*the records hold sets test \(toy\)",
+    ):
         compare(two, on="shift")
     with pytest.raises(ValueError, match="metrics accuracy, nll"):
         compare(two, metrics=["nl"])
@@ -181,7 +260,10 @@ def test_mistakes_are_explained(two, tmp_path):
 def test_a_damaged_record_is_left_out_and_told(two):
     (two[0] / "record.json").write_text('{"format": 99}')
     table = compare(two)
-    assert table.rows[0].scores["nll"].seeds.keys() == {1, 2, 3, 4} and "newer slimbayes" in table.skipped[0]
+    assert (
+        table.rows[0].scores["nll"].seeds.keys() == {1, 2, 3, 4}
+        and "newer slimbayes" in table.skipped[0]
+    )
     assert "Left out:" in table.to_markdown()
 
 
@@ -198,17 +280,24 @@ def test_a_directory_stands_for_its_runs_and_twins_count_once(two, tmp_path):
 def test_replicates_that_differ_in_more_than_the_seed_are_told(tmp_path):
     one, two = run("a", 0, nll=0.1), run("a", 1, nll=0.2)
     two = two.model_copy(update={"config": {**two.config, "train": {"epochs": 7}}})
-    assert any("train.epochs is 1 or 7" in note for note in compare(save(tmp_path, one, two)).notes)
+    assert any(
+        "train.epochs is 1 or 7" in note
+        for note in compare(save(tmp_path, one, two)).notes
+    )
 
 
 HOSTILE = "<b>|`x`\n[red]\\"
 
 
 def test_text_from_records_is_no_markup(tmp_path):
-    table = compare(save(tmp_path, run(HOSTILE, 0, nll=0.1), run("b", 0, nll=0.2)), baseline=HOSTILE)
+    table = compare(
+        save(tmp_path, run(HOSTILE, 0, nll=0.1), run("b", 0, nll=0.2)), baseline=HOSTILE
+    )
     lines = [line for line in table.to_markdown().splitlines() if line.startswith("|")]
     bare = [line.replace("\\\\", "").replace("\\|", "") for line in lines]
-    assert len(lines) == 4 and {line.count("|") for line in bare} == {bare[0].count("|")}
+    assert len(lines) == 4 and {line.count("|") for line in bare} == {
+        bare[0].count("|")
+    }
     assert "\\<b\\>" in lines[2] and "<b>" not in lines[2]
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(table.render())
@@ -229,7 +318,15 @@ def test_rendered_tables_hold_all_columns(two):
     console.file.close()
     assert all(
         word in text
-        for word in ("Accuracy, % ↑", "Δ NLL", "p", "base", "other", "Mean over seeds", "0.520 [0.508, 0.532]")
+        for word in (
+            "Accuracy, % ↑",
+            "Δ NLL",
+            "p",
+            "base",
+            "other",
+            "Mean over seeds",
+            "0.520 [0.508, 0.532]",
+        )
     )
 
 
@@ -254,19 +351,37 @@ def test_made_up_records_are_deterministic():
     )
 
 
-def test_runs_of_an_older_version_are_told_apart_from_runs_with_other_settings(tmp_path):
+def test_runs_of_an_older_version_are_told_apart_from_runs_with_other_settings(
+    tmp_path,
+):
     def configured(seed, config):
         return run("a", seed, nll=0.5).model_copy(update={"config": config})
 
     def notes(folder, old, new):
-        return " ".join(compare(save(tmp_path / folder, configured(0, old), configured(1, new))).notes)
+        return " ".join(
+            compare(
+                save(tmp_path / folder, configured(0, old), configured(1, new))
+            ).notes
+        )
 
-    added = notes("added", {"data": {"test": 0.2}}, {"data": {"test": 0.2, "dates": "refuse"}})
-    assert "Some runs of 'a' were made by a version without data.dates" in added and "different things" not in added
+    added = notes(
+        "added", {"data": {"test": 0.2}}, {"data": {"test": 0.2, "dates": "refuse"}}
+    )
+    assert (
+        "Some runs of 'a' were made by a version without data.dates" in added
+        and "different things" not in added
+    )
     for name, old, new in (
         ("value", {"data": {"test": 0.2}}, {"data": {"test": 0.3}}),
         ("kind", {"method": {"kind": "A", "p": 1}}, {"method": {"kind": "B", "q": 1}}),
-        ("nothing", {"data": {"test": 0.2, "prior": None}}, {"data": {"test": 0.2, "prior": {"scale": 1}}}),
+        (
+            "nothing",
+            {"data": {"test": 0.2, "prior": None}},
+            {"data": {"test": 0.2, "prior": {"scale": 1}}},
+        ),
     ):
         told = notes(name, old, new)
-        assert "Their mean is a mean of different things" in told and "by a version" not in told, name
+        assert (
+            "Their mean is a mean of different things" in told
+            and "by a version" not in told
+        ), name

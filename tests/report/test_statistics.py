@@ -8,15 +8,32 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from slimbayes.report.metric import EXACT, bootstrap_interval, mean, sign_flip_p, standard_error, t_interval
+from slimbayes.report.metric import (
+    EXACT,
+    bootstrap_interval,
+    mean,
+    sign_flip_p,
+    standard_error,
+    t_interval,
+)
 
 
 def all_resamples(values):
     """Every one of the n^n equally likely resamples, by plain loops."""
-    return sorted(sum(pick) / len(pick) for pick in itertools.product(values, repeat=len(values)))
+    return sorted(
+        sum(pick) / len(pick) for pick in itertools.product(values, repeat=len(values))
+    )
 
 
-@pytest.mark.parametrize("values", [[1.0, 2.0], [0.3, 0.1, 0.7], [5.0, 1.0, 2.0, 2.5], [0.1, 0.9, 0.4, 0.45, 0.2, 0.6]])
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.0, 2.0],
+        [0.3, 0.1, 0.7],
+        [5.0, 1.0, 2.0, 2.5],
+        [0.1, 0.9, 0.4, 0.45, 0.2, 0.6],
+    ],
+)
 def test_the_bootstrap_agrees_with_every_possible_resample(values):
     exact = all_resamples(values)
     low, high = bootstrap_interval(values, resamples=200_000)
@@ -32,35 +49,58 @@ def test_the_bootstrap_agrees_with_scipy_and_with_the_normal_limit():
     values = np.random.default_rng(1).normal(3, 2, 400)
     low, high = bootstrap_interval(values.tolist(), resamples=20_000)
     other = stats.bootstrap(
-        (values,), np.mean, method="percentile", n_resamples=20_000, rng=np.random.default_rng(2)
+        (values,),
+        np.mean,
+        method="percentile",
+        n_resamples=20_000,
+        rng=np.random.default_rng(2),
     ).confidence_interval
     assert (low, high) == pytest.approx(tuple(other), abs=0.02)
     error = standard_error(values.tolist())
-    assert (low, high) == pytest.approx((values.mean() - 1.96 * error, values.mean() + 1.96 * error), abs=0.02)
+    assert (low, high) == pytest.approx(
+        (values.mean() - 1.96 * error, values.mean() + 1.96 * error), abs=0.02
+    )
 
 
 def test_the_bootstrap_repeats_and_follows_its_seed():
     values = [0.2, 0.5, 0.3, 0.9]
     assert bootstrap_interval(values) == bootstrap_interval(values)
-    assert bootstrap_interval(values, resamples=99) != bootstrap_interval(values, resamples=99, seed=1)
-    narrow, wide = bootstrap_interval(values, level=0.5), bootstrap_interval(values, level=0.99)
+    assert bootstrap_interval(values, resamples=99) != bootstrap_interval(
+        values, resamples=99, seed=1
+    )
+    narrow, wide = (
+        bootstrap_interval(values, level=0.5),
+        bootstrap_interval(values, level=0.99),
+    )
     assert wide[0] < narrow[0] < narrow[1] < wide[1]
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [1.0, math.nan], [1.0, math.inf]])
 def test_nothing_is_claimed_without_two_finite_values(values):
-    assert standard_error(values) is None and bootstrap_interval(values) is None and sign_flip_p(values) is None
+    assert (
+        standard_error(values) is None
+        and bootstrap_interval(values) is None
+        and sign_flip_p(values) is None
+    )
 
 
 def test_mean_passes_on_what_is_not_finite():
-    assert math.isnan(mean([])) and math.isnan(mean([1.0, math.nan])) and mean([1.0, math.inf]) == math.inf
+    assert (
+        math.isnan(mean([]))
+        and math.isnan(mean([1.0, math.nan]))
+        and mean([1.0, math.inf]) == math.inf
+    )
 
 
 @pytest.mark.parametrize("count", range(2, 11))
 def test_sign_flips_agree_with_scipy_s_exact_test(count):
     gaps = np.random.default_rng(count).normal(0.4, 1, count)
     other = stats.permutation_test(
-        (gaps,), np.mean, permutation_type="samples", n_resamples=np.inf, alternative="two-sided"
+        (gaps,),
+        np.mean,
+        permutation_type="samples",
+        n_resamples=np.inf,
+        alternative="two-sided",
     ).pvalue
     assert sign_flip_p(gaps.tolist()) == pytest.approx(other)
 
@@ -93,14 +133,18 @@ def test_many_pairs_are_sampled_and_agree_with_the_exact_distribution():
     count = EXACT + 14
     gaps = [1.0] * 21 + [-1.0] * (count - 21)
     p = sign_flip_p(gaps)
-    assert p == pytest.approx(stats.binomtest(21, count).pvalue, abs=0.005) and p == sign_flip_p(gaps)
+    assert p == pytest.approx(
+        stats.binomtest(21, count).pvalue, abs=0.005
+    ) and p == sign_flip_p(gaps)
     assert sign_flip_p([1.0] * 40) == pytest.approx(1 / (2**16 + 1))
 
 
 def test_p_values_are_uniform_where_nothing_differs():
     """Under the null an exact test rejects at level a with probability a, for levels that the pattern count allows."""
     rng = np.random.default_rng(0)
-    levels = Counter(sign_flip_p(rng.normal(0, 1, 6).tolist()) <= 0.25 for _ in range(4000))
+    levels = Counter(
+        sign_flip_p(rng.normal(0, 1, 6).tolist()) <= 0.25 for _ in range(4000)
+    )
     assert levels[True] / 4000 == pytest.approx(0.25, abs=0.03)
 
 

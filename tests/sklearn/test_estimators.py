@@ -22,18 +22,32 @@ from slimbayes.errors import SlimbayesWarning
 from slimbayes.models import table_net
 from slimbayes.sklearn import BayesClassifier, BayesRegressor
 
-QUICK: dict[str, Any] = {"module": (8,), "method": sb.Rank1(members=2), "batch_size": 512, "lr": 0.05, "draws": 2}
+QUICK: dict[str, Any] = {
+    "module": (8,),
+    "method": sb.Rank1(members=2),
+    "batch_size": 512,
+    "lr": 0.05,
+    "draws": 2,
+}
 SEEDED = QUICK | {"epochs": 8, "random_state": 0}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
-@pytest.mark.parametrize(("estimator", "epochs"), [(BayesClassifier, 6), (BayesRegressor, 25)])
+@pytest.mark.parametrize(
+    ("estimator", "epochs"), [(BayesClassifier, 6), (BayesRegressor, 25)]
+)
 def test_scikit_learn_approves(estimator: Any, epochs: int) -> None:
     """`check_classifiers_train` and `check_regressors_train` need a good fit; the others any."""
     for one, check in estimator_checks_generator(estimator(**QUICK)):
-        with suppress(SkipTest):  # array APIs, for which scikit-learn wants another package
-            check(one.set_params(epochs=epochs if check.func.__name__.endswith("s_train") else 1))
+        with suppress(
+            SkipTest
+        ):  # array APIs, for which scikit-learn wants another package
+            check(
+                one.set_params(
+                    epochs=epochs if check.func.__name__.endswith("s_train") else 1
+                )
+            )
 
 
 def line(rows: int = 80, noise: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
@@ -62,17 +76,25 @@ def colours(table: Any) -> np.ndarray:
 @pytest.mark.slow
 def test_searches_pipelines_and_calibration_take_an_estimator() -> None:
     X, y = line()
-    pipeline = make_pipeline(StandardScaler(), BayesRegressor(**SEEDED | {"epochs": 20}))
-    search = GridSearchCV(pipeline, {"bayesregressor__noise": ["learned", 0.1]}, cv=2).fit(X, y)
+    pipeline = make_pipeline(
+        StandardScaler(), BayesRegressor(**SEEDED | {"epochs": 20})
+    )
+    search = GridSearchCV(
+        pipeline, {"bayesregressor__noise": ["learned", 0.1]}, cv=2
+    ).fit(X, y)
     assert search.best_score_ > 0.9
     assert cross_val_score(search.best_estimator_, X, y, cv=2).min() > 0.9
     X, y = load_iris(return_X_y=True)
-    model = CalibratedClassifierCV(BayesClassifier(**SEEDED | {"epochs": 20}), cv=2).fit(X, y)
+    model = CalibratedClassifierCV(
+        BayesClassifier(**SEEDED | {"epochs": 20}), cv=2
+    ).fit(X, y)
     assert model.score(X, y) > 0.9
 
 
 @pytest.mark.slow
-def test_a_pickle_and_a_clone_predict_the_same_and_torch_s_generator_is_left_alone() -> None:
+def test_a_pickle_and_a_clone_predict_the_same_and_torch_s_generator_is_left_alone() -> (
+    None
+):
     X, y = line()
     state = torch.get_rng_state()
     model = BayesRegressor(**SEEDED).fit(X, y)
@@ -103,8 +125,12 @@ def test_a_row_of_weight_zero_is_absent() -> None:
     table.loc[0, "colour"], table.loc[1, "size"], weight[:2] = "mauve", np.nan, 0
     model = BayesClassifier(**SEEDED).fit(table, y, weight)
     rest = BayesClassifier(**SEEDED).fit(table[2:], y[2:])
-    np.testing.assert_array_equal(model.predict_proba(table[2:]), rest.predict_proba(table[2:]))
-    with pytest.raises(ValueError, match="'mauve', a category that training did not see"):
+    np.testing.assert_array_equal(
+        model.predict_proba(table[2:]), rest.predict_proba(table[2:])
+    )
+    with pytest.raises(
+        ValueError, match="'mauve', a category that training did not see"
+    ):
         model.predict(table[:1])
 
 
@@ -121,18 +147,30 @@ def test_parts_after_a_fit_do_not_forget_it() -> None:
 
 
 def test_members_of_an_ensemble_start_as_the_table_s_network_does() -> None:
-    net = sb.bayesianize(table_net(3, (4,), outputs=2, hidden=(256,)), sb.Ensemble(members=2))  # without a warning
-    first, second = (layer.weight.detach() for layer in (net.dense1, net.posterior.members.others[0].dense1))
-    assert not torch.equal(first, second) and abs(float(first.std() / second.std()) - 1) < 0.1
+    net = sb.bayesianize(
+        table_net(3, (4,), outputs=2, hidden=(256,)), sb.Ensemble(members=2)
+    )  # without a warning
+    first, second = (
+        layer.weight.detach()
+        for layer in (net.dense1, net.posterior.members.others[0].dense1)
+    )
+    assert (
+        not torch.equal(first, second)
+        and abs(float(first.std() / second.std()) - 1) < 0.1
+    )
     assert not net.posterior.members.others[0].table.words[0].weight[0].any()
 
 
 def test_early_stopping_keeps_the_best_epoch() -> None:
     X, y = line(60, noise=2.0)
-    model = BayesRegressor(**SEEDED | {"epochs": 60, "patience": 3, "lr": 0.2}).fit(X, y)
+    model = BayesRegressor(**SEEDED | {"epochs": 60, "patience": 3, "lr": 0.2}).fit(
+        X, y
+    )
     curve = model.validation_curve_
     assert len(curve) < 60 and np.argmin(curve) == len(curve) - 4
-    short = BayesRegressor(**SEEDED | {"epochs": len(curve) - 3, "patience": 3, "lr": 0.2}).fit(X, y)
+    short = BayesRegressor(
+        **SEEDED | {"epochs": len(curve) - 3, "patience": 3, "lr": 0.2}
+    ).fit(X, y)
     np.testing.assert_array_equal(short.predict(X), model.predict(X))
 
 
@@ -140,7 +178,10 @@ def test_early_stopping_keeps_the_best_epoch() -> None:
 @pytest.mark.parametrize("noise", ["learned", "heteroscedastic", 2.0])
 def test_noise_is_found_in_the_units_of_the_target(noise: Any) -> None:
     X, y = line(400, noise=2.0)
-    model = BayesRegressor(**SEEDED | {"noise": noise, "epochs": 60, "kl_weight": 0.1, "scaling": "standard"}).fit(X, y)
+    model = BayesRegressor(
+        **SEEDED
+        | {"noise": noise, "epochs": 60, "kl_weight": 0.1, "scaling": "standard"}
+    ).fit(X, y)
     _, std = model.predict(X, return_std=True)
     assert abs(float(np.median(std)) / 2.0 - 1) < 0.3
     low, high = model.predict_interval(X, level=0.8)
@@ -152,7 +193,9 @@ def test_noise_is_found_in_the_units_of_the_target(noise: Any) -> None:
 @pytest.mark.slow
 def test_several_targets() -> None:
     X, y = line()
-    model = BayesRegressor(**SEEDED | {"epochs": 40, "scaling": "standard"}).fit(X, np.stack([y, -10 * y], 1))
+    model = BayesRegressor(**SEEDED | {"epochs": 40, "scaling": "standard"}).fit(
+        X, np.stack([y, -10 * y], 1)
+    )
     mean, std = model.predict(X, return_std=True)
     assert mean.shape == std.shape == (80, 2)
     assert model.score(X, np.stack([y, -10 * y], 1)) > 0.9
@@ -180,7 +223,12 @@ def test_categories_of_a_frame_get_embeddings(library: str) -> None:
         table = polars.DataFrame({name: table[name].to_list() for name in table})
         table = table.with_columns(polars.col("kind").cast(polars.String))
     model = BayesClassifier(**SEEDED | {"epochs": 20}).fit(table, y)
-    assert model.table_.sizes == (4, 3, 4) and list(model.feature_names_in_) == ["size", "colour", "new", "kind"]
+    assert model.table_.sizes == (4, 3, 4) and list(model.feature_names_in_) == [
+        "size",
+        "colour",
+        "new",
+        "kind",
+    ]
     assert model.score(table, y) > 0.95
     assert model.predict(table)[0] in ("warm", "cold")
 
@@ -194,14 +242,20 @@ def spoilt(column: str, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("column", "value", "told"),
     [
-        ("colour", "mauve", "Column 'colour' holds 'mauve', a category that training did not see"),
+        (
+            "colour",
+            "mauve",
+            "Column 'colour' holds 'mauve', a category that training did not see",
+        ),
         ("colour", None, r"missing in column 'colour' \(1 of 60\).*impute"),
         ("size", np.nan, r"contains NaN.*'size' \(1 of 60\)"),
         ("size", "large", "Column 'size' must hold numbers, got 'large'"),
         ("size", np.inf, "contains infinity in column 'size'"),
     ],
 )
-def test_cells_that_cannot_be_read_are_named(column: str, value: Any, told: str) -> None:
+def test_cells_that_cannot_be_read_are_named(
+    column: str, value: Any, told: str
+) -> None:
     table = frame()
     model = BayesClassifier(**SEEDED | {"epochs": 1}).fit(table, colours(table))
     with pytest.raises(ValueError, match=told):
@@ -209,7 +263,9 @@ def test_cells_that_cannot_be_read_are_named(column: str, value: Any, told: str)
 
 
 def test_categories_of_several_types_are_refused() -> None:
-    with pytest.raises(TypeError, match="Column 'colour' holds categories of several types: int, str"):
+    with pytest.raises(
+        TypeError, match="Column 'colour' holds categories of several types: int, str"
+    ):
         BayesClassifier(**SEEDED).fit(spoilt("colour", 7), colours(frame()))
 
 
@@ -234,17 +290,24 @@ def test_what_is_missing_is_filled_in_when_asked() -> None:
     model = BayesClassifier(missing="impute", **SEEDED | {"epochs": 20}).fit(table, y)
     assert model.score(table, y) > 0.95
     assert next(iter(model.network_.parameters())).shape[1] > 1
-    with pytest.warns(SlimbayesWarning, match=r"did not see count as missing: in column 'colour' \(1 of 60 rows\)"):
+    with pytest.warns(
+        SlimbayesWarning,
+        match=r"did not see count as missing: in column 'colour' \(1 of 60 rows\)",
+    ):
         assert np.isfinite(model.predict_proba(spoilt("colour", "mauve"))).all()
 
 
 def test_categories_by_position() -> None:
     X = np.array([["a", 1.0], ["b", 2.0]] * 20, dtype=object)
-    model = BayesClassifier(categorical_features=[0], **SEEDED).fit(X, X[:, 0].astype(str))
+    model = BayesClassifier(categorical_features=[0], **SEEDED).fit(
+        X, X[:, 0].astype(str)
+    )
     assert model.score(X, X[:, 0].astype(str)) == 1.0
     for wrong, told in (([2], "X has 2 columns"), (["a"], "names 'a'")):
         with pytest.raises(ValueError, match=told):
-            BayesClassifier(categorical_features=wrong, **SEEDED).fit(X, X[:, 0].astype(str))
+            BayesClassifier(categorical_features=wrong, **SEEDED).fit(
+                X, X[:, 0].astype(str)
+            )
 
 
 @pytest.mark.slow
@@ -252,14 +315,21 @@ def test_modules_of_one_s_own() -> None:
     X, y = line()
     net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
     for module in (net, lambda inputs, outputs: nn.Linear(inputs, outputs)):
-        model = BayesRegressor(**SEEDED | {"module": module, "epochs": 40, "scaling": "standard"}).fit(X, y)
+        model = BayesRegressor(
+            **SEEDED | {"module": module, "epochs": 40, "scaling": "standard"}
+        ).fit(X, y)
         assert model.score(X, y) > 0.9
     assert not hasattr(net, "_slimbayes")  # it was copied
     with pytest.raises(TypeError, match=r"must give a torch.nn.Module, got int"):
         BayesRegressor(module=lambda inputs, outputs: 3).fit(X, y)
-    with pytest.raises(ValueError, match=r"must give 2 outputs for each row, \(1, 2\) for one, got \(1, 1\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"must give 2 outputs for each row, \(1, 2\) for one, got \(1, 1\)",
+    ):
         BayesRegressor(module=nn.Linear(2, 1)).fit(X, y)
-    with pytest.raises(ValueError, match=r"must give 2 outputs for each row, .* got \(1, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"must give 2 outputs for each row, .* got \(1, 5\)"
+    ):
         BayesClassifier(module=nn.Linear(2, 5)).fit(X, y > 100)
 
 
@@ -294,7 +364,9 @@ def test_labels_of_two_types_are_told(other: Any) -> None:
 def test_noise_that_is_learnt_goes_far_below_the_targets_spread() -> None:
     """A tenth of it, the likelihood's own floor, would cost more than a nat where targets have hardly any noise."""
     X, y = line(300, noise=0.0)
-    model = BayesRegressor(**SEEDED | {"epochs": 100, "scaling": "standard", "kl_weight": 0.01}).fit(X, y)
+    model = BayesRegressor(
+        **SEEDED | {"epochs": 100, "scaling": "standard", "kl_weight": 0.01}
+    ).fit(X, y)
     scale = model.prediction(X).aleatoric.sqrt() / y.std()
     assert 0.03 <= float(scale.min()) < 0.08
 

@@ -14,10 +14,14 @@ from torch.utils._pytree import tree_leaves
 import slimbayes as sb
 from slimbayes.train import recorded
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+on_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="CUDA graphs need a GPU"
+)
 
 
-def trained(device: str, record: bool, steps: int = 6, **options: object) -> tuple[list[float], Tensor]:
+def trained(
+    device: str, record: bool, steps: int = 6, **options: object
+) -> tuple[list[float], Tensor]:
     """Losses and the parameters after some steps, whose rate, KL weight and last batch's size change on the way."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
@@ -28,7 +32,9 @@ def trained(device: str, record: bool, steps: int = 6, **options: object) -> tup
 
     def step(x: Tensor, y: Tensor, weight: float) -> Tensor:
         optimizer.zero_grad()
-        loss = sb.elbo(sb.categorical(sb.sample(net, x), y), net, 100, kl_weight=weight).loss
+        loss = sb.elbo(
+            sb.categorical(sb.sample(net, x), y), net, 100, kl_weight=weight
+        ).loss
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -46,7 +52,10 @@ def trained(device: str, record: bool, steps: int = 6, **options: object) -> tup
 
 
 @on_gpu
-@pytest.mark.parametrize("options", [{}, {"kind": torch.optim.AdamW}, {"kind": torch.optim.SGD, "momentum": 0.9}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kind": torch.optim.AdamW}, {"kind": torch.optim.SGD, "momentum": 0.9}],
+)
 def test_recorded_steps_are_the_steps(options: dict[str, object]) -> None:
     losses, state = trained("cuda", True, **options)
     plain, wanted = trained("cuda", False, **options)
@@ -70,7 +79,9 @@ def test_draws_differ_between_replays() -> None:
 @on_gpu
 def test_what_cannot_be_recorded_runs() -> None:
     net = nn.Linear(3, 2).cuda()
-    call = sb.recorded(lambda x: (net(x) + 0 * torch.randn(2, device="cuda")).sum().item(), net)
+    call = sb.recorded(
+        lambda x: (net(x) + 0 * torch.randn(2, device="cuda")).sum().item(), net
+    )
     x = torch.randn(8, 3, device="cuda")
     with pytest.warns(sb.SlimbayesWarning, match="cannot record this step"):
         assert call(x) == pytest.approx(net(x).sum().item(), rel=1e-4)
@@ -85,9 +96,13 @@ def test_what_changes_between_replays(autocast: bool) -> None:
     for record in (False, True):
         torch.manual_seed(0)
         net, x = nn.Linear(3, 2).cuda(), torch.randn(8, 3, device="cuda")
-        optimizer = torch.optim.SGD(net.parameters(), lr=torch.tensor(0.1), momentum=0.9, fused=True)
+        optimizer = torch.optim.SGD(
+            net.parameters(), lr=torch.tensor(0.1), momentum=0.9, fused=True
+        )
 
-        def step(x: Tensor, weight: Tensor, net: Any = net, optimizer: Any = optimizer) -> Tensor:
+        def step(
+            x: Tensor, weight: Tensor, net: Any = net, optimizer: Any = optimizer
+        ) -> Tensor:
             optimizer.zero_grad()
             loss = net(x).float().square().mean() * weight
             loss.backward()
@@ -111,7 +126,10 @@ def test_without_a_gpu_it_is_the_step() -> None:
 
 def test_optimizers_that_a_graph_cannot_hold_are_refused() -> None:
     net = nn.Linear(2, 1)
-    for optimizer in (torch.optim.NAdam(net.parameters()), torch.optim.Adam(net.parameters())):
+    for optimizer in (
+        torch.optim.NAdam(net.parameters()),
+        torch.optim.Adam(net.parameters()),
+    ):
         with pytest.raises(ValueError, match="fused=True"):
             sb.recorded(lambda x: x, net, optimizer)
 
@@ -119,7 +137,11 @@ def test_optimizers_that_a_graph_cannot_hold_are_refused() -> None:
 def test_sgd_that_leaves_out_its_first_step_is_refused() -> None:
     net = nn.Linear(2, 1)
     with pytest.raises(ValueError, match="dampening"):
-        sb.recorded(lambda x: x, net, torch.optim.SGD(net.parameters(), momentum=0.9, dampening=0.5, fused=True))
+        sb.recorded(
+            lambda x: x,
+            net,
+            torch.optim.SGD(net.parameters(), momentum=0.9, dampening=0.5, fused=True),
+        )
 
 
 # --- what is recorded anew, and what is not: a CPU that plays GPU ---
@@ -132,7 +154,9 @@ class Replayed:
         self.work, self.found = work, work()
 
     def replay(self) -> None:
-        for old, new in zip(tree_leaves(self.found), tree_leaves(self.work()), strict=True):
+        for old, new in zip(
+            tree_leaves(self.found), tree_leaves(self.work()), strict=True
+        ):
             if isinstance(old, Tensor):
                 old.copy_(new)
 
@@ -142,7 +166,9 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
     """All that were made so far."""
     made: list[Replayed] = []
 
-    def record(work: Callable[[], Any], state: list[Tensor], optimizer: object) -> tuple[Replayed, Any]:
+    def record(
+        work: Callable[[], Any], state: list[Tensor], optimizer: object
+    ) -> tuple[Replayed, Any]:
         made.append(Replayed(work))
         return made[-1], made[-1].found
 
@@ -152,16 +178,28 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
 
 
 def test_arguments_of_all_kinds(recordings: list[Replayed]) -> None:
-    def step(batch: dict[str, Tensor], *, weight: Any = 1.0, twice: bool = False, name: str | None = None) -> Any:
+    def step(
+        batch: dict[str, Tensor],
+        *,
+        weight: Any = 1.0,
+        twice: bool = False,
+        name: str | None = None,
+    ) -> Any:
         return {"y": batch["x"] * weight * (1 + twice)}, name
 
     call, x = sb.recorded(step, nn.Linear(1, 1)), torch.ones(2)
     first = call({"x": x}, weight=2.0)
     assert first[0]["y"].tolist() == [2, 2] and first[1] is None
     assert call({"x": 2 * x}, weight=np.float32(3.0))[0]["y"].tolist() == [6, 6]
-    assert call({"x": x}, weight=np.float64(4.0))[0]["y"].tolist() == [4, 4] and len(recordings) == 1
+    assert (
+        call({"x": x}, weight=np.float64(4.0))[0]["y"].tolist() == [4, 4]
+        and len(recordings) == 1
+    )
     assert first[0]["y"].tolist() == [2, 2], "results are the caller's own"
-    assert call({"x": x}, weight=2.0, twice=True)[0]["y"].tolist() == [4, 4] and len(recordings) == 2
+    assert (
+        call({"x": x}, weight=2.0, twice=True)[0]["y"].tolist() == [4, 4]
+        and len(recordings) == 2
+    )
     assert call({"x": x}, name="a")[1] == "a" and len(recordings) == 3
 
 
@@ -170,7 +208,9 @@ class Batch:
     x: Tensor
 
 
-def test_what_a_recording_cannot_see_is_run_and_said(recordings: list[Replayed]) -> None:
+def test_what_a_recording_cannot_see_is_run_and_said(
+    recordings: list[Replayed],
+) -> None:
     net, one = nn.Linear(1, 1), torch.ones(1)
     call = sb.recorded(lambda batch, y: batch.x.sum() + y, net)
     with pytest.warns(sb.SlimbayesWarning, match="an argument is a Batch"):
@@ -204,7 +244,11 @@ def test_what_a_graph_has_fixed_is_recorded_anew(recordings: list[Replayed]) -> 
     net[0].weight.requires_grad_(False)
     call(x)
     assert len(recordings) == 3, "what is trained"
-    with torch.autocast("cuda", torch.bfloat16) if torch.cuda.is_available() else torch.inference_mode():
+    with (
+        torch.autocast("cuda", torch.bfloat16)
+        if torch.cuda.is_available()
+        else torch.inference_mode()
+    ):
         call(x)
     assert len(recordings) == 4
     net.double()
@@ -213,7 +257,9 @@ def test_what_a_graph_has_fixed_is_recorded_anew(recordings: list[Replayed]) -> 
 
 
 @pytest.mark.parametrize("start", [0.1, torch.tensor(0.1)])
-def test_rates_are_those_of_the_optimizer(recordings: list[Replayed], start: float | Tensor) -> None:
+def test_rates_are_those_of_the_optimizer(
+    recordings: list[Replayed], start: float | Tensor
+) -> None:
     net = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=start, fused=True)
 
@@ -251,22 +297,33 @@ def test_moments_that_were_loaded_are_recorded_anew(recordings: list[Replayed]) 
     saved["param_groups"][0]["lr"] = 0.25
     optimizer.load_state_dict(saved)
     call(x)
-    assert len(recordings) == 2 and optimizer.param_groups[0]["lr"] is rate and float(rate) == 0.25
+    assert (
+        len(recordings) == 2
+        and optimizer.param_groups[0]["lr"] is rate
+        and float(rate) == 0.25
+    )
 
 
 # sb.compiled
 
 
-def test_compiled_is_torchs_compiler_with_settings_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_is_torchs_compiler_with_settings_that_it_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told: list[dict[str, Any]] = []
-    monkeypatch.setattr(torch, "compile", lambda model, **how: told.append(how) or model)
+    monkeypatch.setattr(
+        torch, "compile", lambda model, **how: told.append(how) or model
+    )
     net = nn.Linear(2, 2)
     assert sb.compiled(net, dynamic=False) is net and told[-1]["dynamic"] is False
     known = torch._inductor.list_options()
     assert told[-1]["options"]["realize_reads_threshold"] > 4
     assert set(told[-1]["options"]) <= {*known, "guard_filter_fn"}
     sb.compiled(net, mode="max-autotune", options={"realize_reads_threshold": 5})
-    assert told[-1]["options"]["realize_reads_threshold"] == 5 and told[-1]["options"]["max_autotune"] is True
+    assert (
+        told[-1]["options"]["realize_reads_threshold"] == 5
+        and told[-1]["options"]["max_autotune"] is True
+    )
     with pytest.raises(ValueError, match="call torch.compile for 'eager'"):
         sb.compiled(net, backend="eager")
 
@@ -278,8 +335,15 @@ def test_compiled_code_looks_at_values_before_each_call_and_not_at_the_code_of_l
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     # What is looked at is decided before the graph is made into a program, which takes most of the time.
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, *args, **options: graph.forward)
-    net, x, shift = sb.bayesianize(nn.Linear(2, 2), sb.Rank1(members=2)), torch.randn(4, 2), {"by": 1.0}
+    monkeypatch.setattr(
+        "torch._inductor.compile_fx.compile_fx",
+        lambda graph, *args, **options: graph.forward,
+    )
+    net, x, shift = (
+        sb.bayesianize(nn.Linear(2, 2), sb.Rank1(members=2)),
+        torch.randn(4, 2),
+        {"by": 1.0},
+    )
 
     def loss() -> Tensor:
         return sb.sample(net, x).mean() * 0 + sb.kl(net) * 0 + shift["by"]
@@ -292,7 +356,13 @@ def test_compiled_code_looks_at_values_before_each_call_and_not_at_the_code_of_l
         assert float(fast().detach()) == 1
         shift["by"] = 2.0
         assert float(fast().detach()) == 2
-        looks.append(len(str(_debug_get_cache_entry_list(loss.__code__)[0].guard_manager).splitlines()))
+        looks.append(
+            len(
+                str(
+                    _debug_get_cache_entry_list(loss.__code__)[0].guard_manager
+                ).splitlines()
+            )
+        )
     assert looks[1] < 0.8 * looks[0]
 
 
@@ -300,7 +370,12 @@ def test_compiled_code_looks_at_values_before_each_call_and_not_at_the_code_of_l
 def test_compiled_networks_have_the_values_and_gradients_of_plain_ones() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 2)
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3),
+        nn.Flatten(),
+        nn.Linear(64, 2),
     )
     net = sb.bayesianize(net, sb.Rank1(members=2, mean_init=sb.Normal(1.0, 0.5))).cuda()
     x, found = torch.randn(6, 3, 8, 8, device="cuda"), []

@@ -22,10 +22,21 @@ def mlp() -> nn.Sequential:
 
 
 @pytest.mark.parametrize(
-    "config", [sb.MeanField(), sb.KTied(), sb.DropConnect(), sb.ModelPatch(patch=".*", components=2)]
+    "config",
+    [
+        sb.MeanField(),
+        sb.KTied(),
+        sb.DropConnect(),
+        sb.ModelPatch(patch=".*", components=2),
+    ],
 )
 def test_the_padding_word_of_folded_draws_does_not_learn(config: Any) -> None:
-    net = sb.bayesianize(nn.Sequential(nn.Embedding(9, 4, padding_idx=3), nn.Flatten(), nn.Linear(12, 2)), config)
+    net = sb.bayesianize(
+        nn.Sequential(
+            nn.Embedding(9, 4, padding_idx=3), nn.Flatten(), nn.Linear(12, 2)
+        ),
+        config,
+    )
     words = torch.tensor([[1, 3, 5], [3, 3, 2]])
     gradients = []
     for fold in (True, False):
@@ -49,17 +60,27 @@ class Updater(nn.Module):
 
 
 @pytest.mark.parametrize("options", [{}, {"train": "posterior+head"}])
-def test_modules_with_two_names_are_saved_and_loaded(options: Any, tmp_path: Path) -> None:
+def test_modules_with_two_names_are_saved_and_loaded(
+    options: Any, tmp_path: Path
+) -> None:
     plain = Updater()
-    net = sb.bayesianize(copy.deepcopy(plain), sb.Rank1(members=2), include=".*0", **options)
+    net = sb.bayesianize(
+        copy.deepcopy(plain), sb.Rank1(members=2), include=".*0", **options
+    )
     if options:
         net.net[2].weight.data.add_(1.0)
     again = sb.load(plain, sb.save(net, tmp_path / "posterior"))
-    torch.testing.assert_close(sb.sample(again, X, seed=0), sb.sample(net, X, seed=0), rtol=0, atol=0)
+    torch.testing.assert_close(
+        sb.sample(again, X, seed=0), sb.sample(net, X, seed=0), rtol=0, atol=0
+    )
 
 
-@pytest.mark.parametrize("norm", [parametrizations.weight_norm, parametrizations.spectral_norm])
-def test_layers_that_are_parametrised_after_their_conversion_become_plain_again(norm: Any) -> None:
+@pytest.mark.parametrize(
+    "norm", [parametrizations.weight_norm, parametrizations.spectral_norm]
+)
+def test_layers_that_are_parametrised_after_their_conversion_become_plain_again(
+    norm: Any,
+) -> None:
     net, same = mlp(), mlp()
     same.load_state_dict(net.state_dict())
     sb.bayesianize(net, sb.MeanField(scale_init=0.2))
@@ -94,7 +115,9 @@ def test_probabilities_are_no_logits(end: nn.Module, tmp_path: Path) -> None:
 
 
 def test_a_sigmoid_before_a_bernoulli_likelihood_is_told() -> None:
-    net = sb.bayesianize(nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()), sb.Rank1(members=2))
+    net = sb.bayesianize(
+        nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()), sb.Rank1(members=2)
+    )
     with pytest.warns(sb.SlimbayesWarning, match="takes logits"):
         sb.predict(net, X, likelihood="bernoulli")
     sb.predict(net[:1], X, likelihood="bernoulli")
@@ -116,11 +139,17 @@ def test_models_whose_state_is_more_than_tensors(config: Any, tmp_path: Path) ->
     net = sb.bayesianize(copy.deepcopy(plain), config)
     with pytest.warns(sb.SlimbayesWarning, match="_extra_state is no tensor"):
         path = sb.save(net, tmp_path / "whole", base=True)
-    with pytest.warns(sb.SlimbayesWarning) if isinstance(config, sb.Ensemble) else nullcontext():
+    with (
+        pytest.warns(sb.SlimbayesWarning)
+        if isinstance(config, sb.Ensemble)
+        else nullcontext()
+    ):
         sb.save(net, tmp_path / "posterior")
     for folder in (path, tmp_path / "posterior"):
         again = sb.load(copy.deepcopy(plain), folder)
-        torch.testing.assert_close(sb.sample(again, X, seed=0), sb.sample(net, X, seed=0), rtol=0, atol=0)
+        torch.testing.assert_close(
+            sb.sample(again, X, seed=0), sb.sample(net, X, seed=0), rtol=0, atol=0
+        )
     with sb.mean(net):
         of_one = sb.sample(net, X)[1]
     torch.testing.assert_close(sb.merge(net, 1)(X), of_one)
@@ -139,7 +168,9 @@ class Fourier(nn.Module):
         return self.head(self.function(x @ self.directions))
 
 
-@pytest.mark.parametrize("functions", [(torch.tanh,) * 3, (torch.tanh, torch.sin, torch.relu)])
+@pytest.mark.parametrize(
+    "functions", [(torch.tanh,) * 3, (torch.tanh, torch.sin, torch.relu)]
+)
 def test_members_that_differ_past_their_state(functions: Any, tmp_path: Path) -> None:
     nets = [Fourier(function) for function in functions]
     wanted = torch.stack([net(X) for net in nets])
@@ -167,18 +198,28 @@ class Overwrites(nn.Module):
 
 @pytest.mark.parametrize(
     ("config", "mixes"),
-    each([sb.MeanField(scale_init=0.2), sb.BatchEnsemble(members=3), sb.Deterministic()], [False, True]),
+    each(
+        [sb.MeanField(scale_init=0.2), sb.BatchEnsemble(members=3), sb.Deterministic()],
+        [False, True],
+    ),
 )
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_models_that_write_into_their_inputs(config: Any, mixes: bool) -> None:
     net, given = sb.bayesianize(Overwrites(mixes), config).eval(), {"x": X.clone()}
     with sb.frozen(net, draws=4, seed=0):
         total = 1 if isinstance(config, sb.Deterministic) else 4 * sb.members(net)
-        wanted = torch.stack([sb.write_out(net, j)({"x": X.clone()}) for j in range(total)])
+        wanted = torch.stack(
+            [sb.write_out(net, j)({"x": X.clone()}) for j in range(total)]
+        )
         for fold in (False, "auto"):
             torch.testing.assert_close(sb.sample(net, given, fold=fold)[:total], wanted)
-    for chunk in (None, 6 * sb.members(net)):  # all draws at once, and one of each member after the other
-        probs = sb.predict(net, {"batch": given}, draws=4, seed=0, chunk=chunk, fold=False).samples
+    for chunk in (
+        None,
+        6 * sb.members(net),
+    ):  # all draws at once, and one of each member after the other
+        probs = sb.predict(
+            net, {"batch": given}, draws=4, seed=0, chunk=chunk, fold=False
+        ).samples
         torch.testing.assert_close(probs, wanted.softmax(-1).expand_as(probs))
     assert torch.equal(given["x"], X)
 
@@ -186,15 +227,22 @@ def test_models_that_write_into_their_inputs(config: Any, mixes: bool) -> None:
 def test_draws_begin_with_the_same_cache() -> None:
     transformers = pytest.importorskip("transformers")
     size = {"vocab_size": 20, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
-    plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, bos_token_id=0, eos_token_id=1)).eval()
+    plain = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**size, bos_token_id=0, eos_token_id=1)
+    ).eval()
     words = torch.randint(0, 20, (3, 5))
     cache = plain(words[:, :3], use_cache=True).past_key_values  # with gradients
     net = sb.bayesianize(copy.deepcopy(plain), sb.MeanField(scale_init=0.2)).eval()
     with sb.frozen(net, draws=3), torch.no_grad():
         caches = [plain(words[:, :3], use_cache=True).past_key_values for _ in range(3)]
-        wanted = [sb.write_out(net, j)(words[:, 3:], past_key_values=caches[j]).logits for j in range(3)]
+        wanted = [
+            sb.write_out(net, j)(words[:, 3:], past_key_values=caches[j]).logits
+            for j in range(3)
+        ]
         for fold in (False, "auto"):
-            found = sb.sample(net, words[:, 3:], past_key_values=cache, fold=fold).logits
+            found = sb.sample(
+                net, words[:, 3:], past_key_values=cache, fold=fold
+            ).logits
             torch.testing.assert_close(found, torch.stack(wanted))
 
 
@@ -215,7 +263,10 @@ class Keeps(nn.Module):
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_rows_that_draws_keep_are_never_mixed_up(seed: int, bias: float) -> None:
     torch.manual_seed(seed)
-    net, many = sb.bayesianize(Keeps(bias), sb.MeanField(scale_init=0.7)).eval(), torch.randn(7, 4)
+    net, many = (
+        sb.bayesianize(Keeps(bias), sb.MeanField(scale_init=0.7)).eval(),
+        torch.randn(7, 4),
+    )
     for x in (many[:6], many):
         with sb.frozen(net, draws=3, seed=seed):
             wanted = [sb.write_out(net, j)(x) for j in range(3)]
@@ -227,7 +278,10 @@ def test_rows_that_draws_keep_are_never_mixed_up(seed: int, bias: float) -> None
 
 
 def test_a_loader_that_shuffles_is_told() -> None:
-    net, data = sb.bayesianize(mlp(), sb.Rank1(members=2)), TensorDataset(X, torch.arange(6))
+    net, data = (
+        sb.bayesianize(mlp(), sb.Rank1(members=2)),
+        TensorDataset(X, torch.arange(6)),
+    )
     with pytest.warns(sb.SlimbayesWarning, match="shuffles"):
         sb.predict(net, DataLoader(data, batch_size=4, shuffle=True))
     in_order = sb.predict(net, DataLoader(data, batch_size=4), seed=0)
@@ -237,7 +291,10 @@ def test_a_loader_that_shuffles_is_told() -> None:
 class Agent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 3)
+        self.body, self.head = (
+            nn.Sequential(nn.Linear(4, 8), nn.Tanh()),
+            nn.Linear(8, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x))
@@ -254,7 +311,9 @@ def by_member(outputs: Tensor, every: Tensor) -> list[int]:
     return apart.argmin(0).tolist()
 
 
-@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=3), sb.Ensemble(members=3)])
+@pytest.mark.parametrize(
+    "config", [sb.BatchEnsemble(members=3), sb.Ensemble(members=3)]
+)
 def test_methods_share_rows_out_among_held_draws(config: Any) -> None:
     net = sb.bayesianize(Agent(), config)
     with sb.frozen(net, draws=1):
@@ -290,7 +349,9 @@ def test_parts_called_one_after_another_are_told_of_their_members() -> None:
     net = sb.bayesianize(Agent(), sb.BatchEnsemble(members=3))
     net.body(X), net.body(X), net(X), net.act(X)
     features = nn.Sequential(*list(net.children()))  # the usual way to cut a head off
-    with pytest.warns(sb.SlimbayesWarning, match="head.* is called by itself after another part"):
+    with pytest.warns(
+        sb.SlimbayesWarning, match="head.* is called by itself after another part"
+    ):
         features(X)
     with sb.frozen(net):
         assert by_member(features(X), sb.sample(net, X)) == [0, 0, 1, 1, 2, 2]
@@ -306,7 +367,10 @@ class Graph:
     """A batch of graphs as one object, as graph libraries give it."""
 
     def __init__(self) -> None:
-        self.x, self.edges = torch.randn(7, 4), torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 0, 4, 5, 6]])
+        self.x, self.edges = (
+            torch.randn(7, 4),
+            torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 0, 4, 5, 6]]),
+        )
         self.of = torch.tensor([0, 0, 0, 1, 1, 1, 1])
 
 
@@ -316,19 +380,31 @@ class Messages(nn.Module):
         self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
 
     def forward(self, graph: Graph) -> Tensor:
-        graph.x = self.first(graph.x)  # and the next draw is to begin with the graph that was given
+        graph.x = self.first(
+            graph.x
+        )  # and the next draw is to begin with the graph that was given
         graph.x = graph.x.tanh().index_add(0, graph.edges[1], graph.x[graph.edges[0]])
         return self.last(torch.zeros(2, 4).index_add(0, graph.of, graph.x))
 
 
-@pytest.mark.parametrize("config", [sb.Rank1(members=2, scale_init=0.3), sb.MeanField(), sb.Ensemble(members=3)])
+@pytest.mark.parametrize(
+    "config",
+    [sb.Rank1(members=2, scale_init=0.3), sb.MeanField(), sb.Ensemble(members=3)],
+)
 def test_inputs_that_are_objects_of_somebody(config: Any) -> None:
     net, graph = sb.bayesianize(Messages(), config).eval(), Graph()
     with sb.frozen(net, draws=3, seed=0), torch.no_grad():
-        wanted = torch.stack([sb.write_out(net, j)(copy.copy(graph)) for j in range(3 * sb.members(net))])
+        wanted = torch.stack(
+            [sb.write_out(net, j)(copy.copy(graph)) for j in range(3 * sb.members(net))]
+        )
         torch.testing.assert_close(sb.sample(net, graph), wanted)
-    torch.testing.assert_close(sb.predict(net, iter([graph]), draws=3, seed=0).samples, wanted.softmax(-1))
-    for use in (lambda: sb.sample(net, "text"), lambda: sb.predict(net, iter(["text"]))):
+    torch.testing.assert_close(
+        sb.predict(net, iter([graph]), draws=3, seed=0).samples, wanted.softmax(-1)
+    )
+    for use in (
+        lambda: sb.sample(net, "text"),
+        lambda: sb.predict(net, iter(["text"])),
+    ):
         with pytest.raises(ValueError, match="no tensor"):
             use()
 
@@ -339,11 +415,16 @@ def test_a_part_of_one_member_alone_is_told_to_be_new() -> None:
     net.head = nn.Linear(8, 3)
     with pytest.warns(sb.SlimbayesWarning, match="head of .* into member 0 alone"):
         sb.sample(net, X)
-    assert not any("_slimbayes_member" in m.__dict__ for m in sb.debayesianize(net).modules())
+    assert not any(
+        "_slimbayes_member" in m.__dict__ for m in sb.debayesianize(net).modules()
+    )
 
 
 def test_a_layer_that_was_resized_since_is_named() -> None:
     net = sb.bayesianize(mlp(), sb.MeanField())
     net[2].weight = nn.Parameter(torch.randn(5, 8))
-    with pytest.raises(ValueError, match=r"layer '2' is \(5, 8\), but its posterior was made for \(3, 8\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"layer '2' is \(5, 8\), but its posterior was made for \(3, 8\)",
+    ):
         sb.predict(net, X)

@@ -13,7 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from covering import each, pairwise
-from oracle import assert_draws, assert_equal, assert_rows_of_draws, draws_of_rows, held, quietly, write_out
+from oracle import (
+    assert_draws,
+    assert_equal,
+    assert_rows_of_draws,
+    draws_of_rows,
+    held,
+    quietly,
+    write_out,
+)
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -38,7 +46,9 @@ METHODS: dict[str, Any] = {
 
 
 def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
+    )
 
 
 def net(config: Any = MEMBERS) -> Any:
@@ -61,7 +71,9 @@ def check_all(model: Any, x: Tensor, draws: int = 1) -> None:
     with quietly(), sb.frozen(model, draws=draws):
         plains = held(model, draws)
         assert_draws(sb.sample(model, x), plains, (x,), {})
-        assert_draws(sb.predict(model, x, likelihood="gaussian").samples, plains, (x,), {})
+        assert_draws(
+            sb.predict(model, x, likelihood="gaussian").samples, plains, (x,), {}
+        )
         assert_rows_of_draws(model(x), [plain(x) for plain in plains], 0)
 
 
@@ -82,7 +94,9 @@ def test_a_replaced_layer_takes_no_draws_away_from_the_others(place: int) -> Non
 
 
 @pytest.mark.parametrize("place", [0, 4])
-def test_summary_and_checkpoints_follow_a_replaced_layer(place: int, tmp_path: Path) -> None:
+def test_summary_and_checkpoints_follow_a_replaced_layer(
+    place: int, tmp_path: Path
+) -> None:
     model, x = net(), torch.randn(6, 4)
     model[place] = nn.Linear(model[place].in_features, model[place].out_features)
     status = {row.name: row.status for row in sb.summary(model).rows}
@@ -90,7 +104,9 @@ def test_summary_and_checkpoints_follow_a_replaced_layer(place: int, tmp_path: P
     assert status["2"] == "converted"
     base = sb.debayesianize(copy.deepcopy(model))
     sb.save(model, tmp_path / "posterior")
-    assert_equal(sb.sample(sb.load(base, tmp_path / "posterior"), x), sb.sample(model, x))
+    assert_equal(
+        sb.sample(sb.load(base, tmp_path / "posterior"), x), sb.sample(model, x)
+    )
 
 
 @pytest.mark.parametrize("place", [0, 2, 4])
@@ -107,7 +123,10 @@ def test_one_layer_can_be_made_plain_again(place: int) -> None:
 
 def test_the_last_converted_layer_can_go() -> None:
     """A model of which nothing drawn is left is a plain one, or says so; it never fails on its own state."""
-    model, x = sb.bayesianize(nn.Sequential(nn.Linear(4, 3)), MEMBERS), torch.randn(6, 4)
+    model, x = (
+        sb.bayesianize(nn.Sequential(nn.Linear(4, 3)), MEMBERS),
+        torch.randn(6, 4),
+    )
     sb.debayesianize(model[0])
     assert_equal(model(x), F.linear(x, model[0].weight, model[0].bias))
     try:
@@ -134,7 +153,9 @@ def test_a_layer_converted_later_joins_the_others() -> None:
     model[0] = nn.Linear(4, 8)
     sb.bayesianize(model, MEMBERS, include="0")
     check_all(model, x)
-    assert {row.name for row in sb.summary(model).rows if row.status == "converted"} == {"0", "2", "4"}
+    assert {
+        row.name for row in sb.summary(model).rows if row.status == "converted"
+    } == {"0", "2", "4"}
 
 
 def test_a_part_of_another_converted_model_can_be_used() -> None:
@@ -152,7 +173,9 @@ def test_frozen_parameters_stay_drawn() -> None:
     sb.sample(model, x).square().sum().backward()
     assert model[0].weight.grad is None
     assert all(
-        p.grad is not None and bool(p.grad.isfinite().all()) for n, p in model.named_parameters() if ".posterior." in n
+        p.grad is not None and bool(p.grad.isfinite().all())
+        for n, p in model.named_parameters()
+        if ".posterior." in n
     )
 
 
@@ -162,7 +185,9 @@ def test_deep_copies_are_models_of_their_own() -> None:
     with sb.frozen(model):
         twin = copy.deepcopy(model)
         inside = sb.sample(model, x)
-        check_all(twin, x)  # it holds no draws of the first, and its own frozen does not disturb them
+        check_all(
+            twin, x
+        )  # it holds no draws of the first, and its own frozen does not disturb them
         assert_equal(sb.sample(model, x), inside)
     with torch.no_grad():
         twin[0].weight.zero_()
@@ -175,7 +200,9 @@ def test_deep_copies_are_models_of_their_own() -> None:
 
 @pytest.mark.slow
 def test_threads_agree_with_one_thread() -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3))
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3)
+    )
     sb.bayesianize(model, {".*[04]": MEMBERS})
     model.train()
     xs = [torch.randn(rows, 4) for rows in (1, 2, 3, 5, 6, 7, 8, 12)]
@@ -227,9 +254,14 @@ class Interrupting(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["bare", "sample", "sample-loop", "predict", "frozen", "part"])
+@pytest.mark.parametrize(
+    "call", ["bare", "sample", "sample-loop", "predict", "frozen", "part"]
+)
 def test_an_interrupted_call_leaves_nothing_open(call: str) -> None:
-    model, x = nn.Sequential(nn.Linear(4, 8), Interrupting(), nn.Linear(8, 3)), torch.randn(6, 4)
+    model, x = (
+        nn.Sequential(nn.Linear(4, 8), Interrupting(), nn.Linear(8, 3)),
+        torch.randn(6, 4),
+    )
     sb.bayesianize(model, RANDOM).train()
     calls: dict[str, Callable[[], Any]] = {
         "bare": lambda: model(x),
@@ -267,7 +299,9 @@ class Recursive(nn.Module):
 
 @pytest.mark.parametrize("method", ["rank1", "batch-ensemble", "mean-field"])
 def test_recursion_is_one_pass(method: str) -> None:
-    check_all(sb.bayesianize(Recursive(), METHODS[method]).eval(), torch.randn(6, 4), draws=2)
+    check_all(
+        sb.bayesianize(Recursive(), METHODS[method]).eval(), torch.randn(6, 4), draws=2
+    )
 
 
 def test_a_backward_pass_in_between_keeps_held_draws() -> None:
@@ -295,17 +329,25 @@ def test_checkpointed_layers_are_recomputed_with_the_draws_of_their_own_pass() -
             self.inner, self.on = inner, on
 
         def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.inner, x, use_reentrant=False) if self.on else self.inner(x)
+            return (
+                checkpoint(self.inner, x, use_reentrant=False)
+                if self.on
+                else self.inner(x)
+            )
 
     gradients = []
     for on in (False, True):
         torch.manual_seed(3)
         wrapped = Checkpointed(model, on)
         out = sb.sample(wrapped, x)
-        sb.sample(wrapped, x).sum().backward()  # another pass in between, backward included
+        sb.sample(
+            wrapped, x
+        ).sum().backward()  # another pass in between, backward included
         model.zero_grad()
         out.square().sum().backward()
-        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        gradients.append(
+            [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        )
     assert_equal(gradients[1], gradients[0])
 
 
@@ -339,7 +381,10 @@ def test_a_submodule_on_its_own_gives_each_row_one_member(method: str) -> None:
         "head": lambda m: m.head(torch.ones(7, 8)),
     }
     for name, call in calls.items():
-        found = [draws_of_rows(call(model), [call(plain) for plain in plains], 0) for _ in range(4)]
+        found = [
+            draws_of_rows(call(model), [call(plain) for plain in plains], 0)
+            for _ in range(4)
+        ]
         assert all(all(rows) for rows in found), name
 
 
@@ -350,9 +395,13 @@ def test_sample_predict_and_frozen_work_on_submodules() -> None:
         plains = [write_out(model, j) for j in range(2)]
         wanted = torch.stack([plain.backbone(x) for plain in plains])  # type: ignore[operator]
         assert_equal(sb.sample(model.backbone, x), wanted)
-        assert_equal(sb.predict(model.backbone, x, likelihood="gaussian").samples, wanted)
+        assert_equal(
+            sb.predict(model.backbone, x, likelihood="gaussian").samples, wanted
+        )
         assert all(draws_of_rows(model.backbone(x), list(wanted), 0))
-        assert all(draws_of_rows(model.encode(x), [plain.encode(x) for plain in plains], 0))  # type: ignore[operator]
+        assert all(
+            draws_of_rows(model.encode(x), [plain.encode(x) for plain in plains], 0)
+        )  # type: ignore[operator]
     assert_equal(sb.sample(model.backbone, x), wanted)
     assert_equal(sb.predict(model.backbone, x, likelihood="gaussian").samples, wanted)
     with sb.frozen(model.backbone):
@@ -382,31 +431,59 @@ def _gpt2(tied: bool) -> Any:
     ids=["greedy", "beams", "no-cache"],
 )
 @torch.no_grad()
-def test_generate_holds_one_draw_for_each_sequence(options: dict[str, Any], tied: bool) -> None:
+def test_generate_holds_one_draw_for_each_sequence(
+    options: dict[str, Any], tied: bool
+) -> None:
     """Two deterministic members once gave six greedy texts in six runs."""
     model, prompt = sb.bayesianize(_gpt2(tied), MEMBERS), torch.randint(2, 23, (5, 4))
-    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(prompt)} | options
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(prompt),
+    } | options
     with quietly(), sb.frozen(model):
         plains = [write_out(model, j) for j in range(2)]
     texts = [plain.generate(prompt, **options) for plain in plains]  # type: ignore[operator]
-    assert not torch.equal(texts[0], texts[1]), "the members say the same: the test shows nothing"
+    assert not torch.equal(texts[0], texts[1]), (
+        "the members say the same: the test shows nothing"
+    )
     for _ in range(3):
         with quietly():
             found = model.generate(prompt, **options)
-        rows = [[j for j in range(2) if torch.equal(row, texts[j][i])] for i, row in enumerate(found)]
-        assert all(rows), f"rows {[i for i, fits in enumerate(rows) if not fits]} are no member's text"
+        rows = [
+            [j for j in range(2) if torch.equal(row, texts[j][i])]
+            for i, row in enumerate(found)
+        ]
+        assert all(rows), (
+            f"rows {[i for i, fits in enumerate(rows) if not fits]} are no member's text"
+        )
 
 
 @pytest.mark.slow
 @torch.no_grad()
 def test_generate_draws_afresh_for_each_call() -> None:
     model, prompt = sb.bayesianize(_gpt2(False), RANDOM), torch.randint(2, 23, (3, 4))
-    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(prompt),
+    }
     with quietly():
-        texts = {tuple(model.generate(prompt, **options).flatten().tolist()) for _ in range(5)}
+        texts = {
+            tuple(model.generate(prompt, **options).flatten().tolist())
+            for _ in range(5)
+        }
         assert len(texts) > 1
         with sb.frozen(model):
-            assert len({tuple(model.generate(prompt, **options).flatten().tolist()) for _ in range(3)}) == 1
+            assert (
+                len(
+                    {
+                        tuple(model.generate(prompt, **options).flatten().tolist())
+                        for _ in range(3)
+                    }
+                )
+                == 1
+            )
 
 
 # 1.3 Converted but not used, or used twice ----------------------------------------------------------------------------
@@ -420,21 +497,40 @@ class Past(nn.Module):
         self.fc, self.conv = nn.Linear(4, 6), nn.Conv1d(1, 2, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(F.linear(x, self.fc.weight, torch.cat([self.fc.bias[:3], self.fc.bias[3:] * 2])))
+        h = torch.tanh(
+            F.linear(
+                x, self.fc.weight, torch.cat([self.fc.bias[:3], self.fc.bias[3:] * 2])
+            )
+        )
         return F.conv1d(h.unsqueeze(1), self.conv.weight, self.conv.bias).flatten(1)
 
 
 @pytest.mark.parametrize(
-    "method", ["rank1", "rank1-member", "batch-ensemble", "k-tied", "mean-field", "flipout", "drop-connect"]
+    "method",
+    [
+        "rank1",
+        "rank1-member",
+        "batch-ensemble",
+        "k-tied",
+        "mean-field",
+        "flipout",
+        "drop-connect",
+    ],
 )
 def test_weights_used_past_the_forward_are_drawn(method: str) -> None:
     model, x = sb.bayesianize(Past(), METHODS[method]).eval(), torch.randn(6, 4)
     check_all(model, x, draws=2)
-    outputs = sb.sample(model, x, draws=2) if method != "batch-ensemble" else sb.sample(model, x)
+    outputs = (
+        sb.sample(model, x, draws=2)
+        if method != "batch-ensemble"
+        else sb.sample(model, x)
+    )
     assert spread(outputs) > 1e-2
     outputs.square().sum().backward()
     posterior = {n: p for n, p in model.named_parameters() if ".posterior." in n}
-    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in posterior.values())
+    assert all(
+        p.grad is not None and bool(p.grad.isfinite().all()) for p in posterior.values()
+    )
 
 
 @pytest.mark.parametrize("method", ["batch-ensemble", "rank1", "mean-field"])
@@ -454,12 +550,15 @@ class LoudLayer(nn.TransformerEncoderLayer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "stacked"), each(["batch-ensemble", "rank1", "mean-field", "k-tied"], [False, True])
+    ("method", "stacked"),
+    each(["batch-ensemble", "rank1", "mean-field", "k-tied"], [False, True]),
 )
 @torch.no_grad()
 def test_subclasses_of_encoder_layers_draw_in_eval(method: str, stacked: bool) -> None:
     layer: nn.Module = LoudLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    model = sb.bayesianize(nn.TransformerEncoder(layer, 2) if stacked else layer, METHODS[method]).eval()
+    model = sb.bayesianize(
+        nn.TransformerEncoder(layer, 2) if stacked else layer, METHODS[method]
+    ).eval()
     x = torch.randn(3, 5, 8)
     assert spread(sb.sample(model, x, draws=2)) > 1e-2
     check_all(model, x, draws=2)
@@ -489,7 +588,10 @@ def test_tied_weights_have_one_posterior_one_draw_and_one_kl(method: str) -> Non
     alone.weight.data.copy_(model.table.weight.data)
     alone = sb.bayesianize(nn.Sequential(alone), TIED[method])
     torch.testing.assert_close(sb.kl(model), sb.kl(alone))
-    count = [sum(p.numel() for n, p in m.named_parameters() if "posterior." in n) for m in (model, alone)]
+    count = [
+        sum(p.numel() for n, p in m.named_parameters() if "posterior." in n)
+        for m in (model, alone)
+    ]
     assert count[0] == count[1]
     assert model.out.weight is model.table.weight
     check_all(model, ids, draws=3)
@@ -501,7 +603,10 @@ def test_tied_weights_have_one_posterior_one_draw_and_one_kl(method: str) -> Non
 
 @pytest.mark.slow
 def test_tied_weights_survive_a_checkpoint(tmp_path: Path) -> None:
-    model, ids = sb.bayesianize(Tied(), TIED["mean-field"]).eval(), torch.randint(9, (4, 5))
+    model, ids = (
+        sb.bayesianize(Tied(), TIED["mean-field"]).eval(),
+        torch.randint(9, (4, 5)),
+    )
     base = sb.debayesianize(copy.deepcopy(model))
     sb.save(model, tmp_path / "p")
     loaded = sb.load(base, tmp_path / "p").eval()
@@ -512,7 +617,9 @@ def test_tied_weights_survive_a_checkpoint(tmp_path: Path) -> None:
     assert_equal(results[1], results[0])
 
 
-@pytest.mark.parametrize("method", ["mean-field", "flipout", "k-tied", "drop-connect", "rank1", "ensemble"])
+@pytest.mark.parametrize(
+    "method", ["mean-field", "flipout", "k-tied", "drop-connect", "rank1", "ensemble"]
+)
 def test_padding_vectors_stay_zero(method: str) -> None:
     model = nn.Sequential(nn.Embedding(7, 5, padding_idx=2))
     sb.bayesianize(model, {"0": METHODS[method]}).eval()
@@ -535,11 +642,16 @@ def test_padding_adds_nothing_to_the_kl() -> None:
     row = nn.Linear(5, 1, bias=False)
     row.weight.data.zero_()
     torch.testing.assert_close(
-        kls[0] - kls[1], float(sb.kl(sb.bayesianize(row, config)).detach()), rtol=1e-4, atol=1e-4
+        kls[0] - kls[1],
+        float(sb.kl(sb.bayesianize(row, config)).detach()),
+        rtol=1e-4,
+        atol=1e-4,
     )
 
 
-@pytest.mark.parametrize("method", ["mean-field", "flipout", "k-tied", "rank1", "drop-connect"])
+@pytest.mark.parametrize(
+    "method", ["mean-field", "flipout", "k-tied", "rank1", "drop-connect"]
+)
 def test_pruned_weights_stay_zero(method: str) -> None:
     model, x = mlp().eval(), torch.randn(6, 4)
     prune.l1_unstructured(model[0], "weight", 0.5)
@@ -553,7 +665,9 @@ def test_pruned_weights_stay_zero(method: str) -> None:
             assert float(plain[0].weight[gone].abs().max()) == 0  # type: ignore[index]
     check_all(model, x, draws=2)
     # An input that only pruned weights would have carried changes nothing.
-    prune.custom_from_mask(model[0], "weight", (torch.arange(4) > 0).float().expand(8, 4))
+    prune.custom_from_mask(
+        model[0], "weight", (torch.arange(4) > 0).float().expand(8, 4)
+    )
     with torch.no_grad(), quietly(), sb.frozen(model, draws=2):
         moved = x + torch.tensor([5.0, 0, 0, 0])
         assert_equal(sb.sample(model, moved), sb.sample(model, x))
@@ -570,7 +684,9 @@ class Noisy(nn.Module):
 @torch.no_grad()
 def test_random_modules_of_the_user_are_never_shared_between_draws(place: str) -> None:
     """Once: epistemic 1e-7 against .023."""
-    parts = [Noisy(), nn.Linear(4, 3)] if place == "before" else [nn.Linear(4, 3), Noisy()]
+    parts = (
+        [Noisy(), nn.Linear(4, 3)] if place == "before" else [nn.Linear(4, 3), Noisy()]
+    )
     model, x = sb.bayesianize(nn.Sequential(*parts), MEMBERS).eval(), torch.zeros(5, 4)
     for run in (
         lambda: sb.sample(model, x, draws=8),
@@ -589,9 +705,16 @@ def test_what_follows_a_random_module_is_not_shared_between_draws() -> None:
     model = nn.Sequential(Noisy(), nn.Linear(4, 4), nn.Linear(4, 3))
     sb.bayesianize(model, sb.BatchEnsemble(members=1), include="2").eval()
     with quietly():
-        samples = sb.predict(model, torch.zeros(5, 4), draws=8, share=True, likelihood="gaussian").samples
-        wide = sb.bayesianize(nn.Sequential(Noisy(), nn.Linear(4, 4), nn.Linear(4, 3)), {"2": sb.MeanField()})
-        drawn = sb.predict(wide, torch.zeros(5, 4), draws=8, likelihood="gaussian").samples
+        samples = sb.predict(
+            model, torch.zeros(5, 4), draws=8, share=True, likelihood="gaussian"
+        ).samples
+        wide = sb.bayesianize(
+            nn.Sequential(Noisy(), nn.Linear(4, 4), nn.Linear(4, 3)),
+            {"2": sb.MeanField()},
+        )
+        drawn = sb.predict(
+            wide, torch.zeros(5, 4), draws=8, likelihood="gaussian"
+        ).samples
     for found in (samples, drawn):
         assert min(spread(found[[0, j]]) for j in range(1, 8)) > 1e-1
 
@@ -601,7 +724,9 @@ def test_random_modules_are_not_shared_between_the_picks_of_a_mixture() -> None:
     model = nn.Sequential(Noisy(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
     sb.bayesianize(model, sb.ModelPatch(components=2, jitter=0.0)).eval()
     with quietly():
-        samples = sb.predict(model, torch.zeros(5, 4), draws=16, likelihood="gaussian").samples
+        samples = sb.predict(
+            model, torch.zeros(5, 4), draws=16, likelihood="gaussian"
+        ).samples
     assert min(spread(samples[[0, j]]) for j in range(1, 16)) > 1e-3
 
 
@@ -618,7 +743,9 @@ def test_models_that_are_on_a_device_already_predict_there(method: str) -> None:
     assert sb.sample(model, x).is_cuda and model(x).is_cuda
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("emp", "ensemble")])  # which copy numbers
+@pytest.mark.parametrize(
+    "method", [m for m in METHODS if m not in ("emp", "ensemble")]
+)  # which copy numbers
 def test_buffers_of_posteriors_follow_the_device_of_the_layer(method: str) -> None:
     """On any machine: what a conversion adds lies where the layer does."""
     model = sb.bayesianize(_rich().to("meta"), METHODS[method])
@@ -626,11 +753,16 @@ def test_buffers_of_posteriors_follow_the_device_of_the_layer(method: str) -> No
 
 
 def _rich() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3)
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("call", "method"), each(["bare", "sample", "sample-loop", "frozen", "predict"], METHODS))
+@pytest.mark.parametrize(
+    ("call", "method"),
+    each(["bare", "sample", "sample-loop", "frozen", "predict"], METHODS),
+)
 @torch.no_grad()
 def test_an_empty_batch_gives_empty_outputs_or_words(method: str, call: str) -> None:
     model, x = sb.bayesianize(_rich(), METHODS[method]).eval(), torch.randn(0, 4)
@@ -663,17 +795,27 @@ class Packed(nn.Module):
         return self.fc(padded[torch.arange(len(lengths)), lengths - 1])
 
 
-@pytest.mark.parametrize("method", ["rank1", "batch-ensemble", "mean-field", "ensemble"])
+@pytest.mark.parametrize(
+    "method", ["rank1", "batch-ensemble", "mean-field", "ensemble"]
+)
 @torch.no_grad()
 def test_packed_sequences_are_predicted(method: str) -> None:
     model = sb.bayesianize(Packed(), METHODS[method]).eval()
     packed = pack_padded_sequence(
-        torch.randn(4, 6, 4), torch.tensor([3, 6, 1, 2]), batch_first=True, enforce_sorted=False
+        torch.randn(4, 6, 4),
+        torch.tensor([3, 6, 1, 2]),
+        batch_first=True,
+        enforce_sorted=False,
     )
     with quietly(), sb.frozen(model, draws=2):
         plains = held(model, 2)
         assert_draws(sb.sample(model, packed), plains, (packed,), {})
-        assert_draws(sb.predict(model, packed, likelihood="gaussian").samples, plains, (packed,), {})
+        assert_draws(
+            sb.predict(model, packed, likelihood="gaussian").samples,
+            plains,
+            (packed,),
+            {},
+        )
     with quietly():
         assert sb.predict(model, packed, draws=3).probs.shape == (4, 3)
 
@@ -681,15 +823,31 @@ def test_packed_sequences_are_predicted(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_functional_call_takes_detached_parameters(method: str) -> None:
     model, x = sb.bayesianize(_rich(), METHODS[method]).eval(), torch.randn(6, 4)
-    state = {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    state = {
+        n: t.detach().clone()
+        for n, t in (*model.named_parameters(), *model.named_buffers())
+    }
     outputs = []
-    for run in (lambda: model(x), lambda: torch.func.functional_call(model, state, (x,))):
+    for run in (
+        lambda: model(x),
+        lambda: torch.func.functional_call(model, state, (x,)),
+    ):
         torch.manual_seed(1)
         outputs.append(run())
     assert_equal(outputs[1], outputs[0])
-    changed = state | {n: t * 0 for n, t in state.items() if n.endswith("4.weight") or n.endswith("4.bias")}
-    if method in ("rank1", "batch-ensemble"):  # members' offsets of the bias start at zero
-        assert float(torch.func.functional_call(model, changed, (x,)).detach().abs().max()) == 0
+    changed = state | {
+        n: t * 0
+        for n, t in state.items()
+        if n.endswith("4.weight") or n.endswith("4.bias")
+    }
+    if method in (
+        "rank1",
+        "batch-ensemble",
+    ):  # members' offsets of the bias start at zero
+        assert (
+            float(torch.func.functional_call(model, changed, (x,)).detach().abs().max())
+            == 0
+        )
 
 
 @torch.no_grad()
@@ -714,17 +872,25 @@ def test_a_class_in_place_of_a_config_is_refused_in_words(method: Any) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: sb.Rank1(prior=0.1), lambda: sb.MeanField(prior=0.1), lambda: sb.KTied(prior=1.0)],
+    [
+        lambda: sb.Rank1(prior=0.1),
+        lambda: sb.MeanField(prior=0.1),
+        lambda: sb.KTied(prior=1.0),
+    ],
     ids=["rank1", "mean-field", "k-tied"],
 )
-def test_a_number_in_place_of_a_prior_is_refused_in_words(make: Callable[[], Any]) -> None:
+def test_a_number_in_place_of_a_prior_is_refused_in_words(
+    make: Callable[[], Any],
+) -> None:
     with pytest.raises((TypeError, ValueError), match=r"(?s)prior.*Normal"):
         make()
 
 
 FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "numpy": lambda x, y: x.numpy(),
-    "numpy-reversed": lambda x, y: np.ascontiguousarray(x.numpy()[::-1])[::-1],  # with negative strides
+    "numpy-reversed": lambda x, y: np.ascontiguousarray(x.numpy()[::-1])[
+        ::-1
+    ],  # with negative strides
     "dataset": lambda x, y: TensorDataset(x, y),
     "dataset-of-inputs": lambda x, y: TensorDataset(x),
     "subset": lambda x, y: torch.utils.data.Subset(TensorDataset(x, y), range(len(x))),
@@ -752,8 +918,12 @@ class Variational(nn.Module):
         return self.head(self.posterior(x))
 
 
-@pytest.mark.parametrize(("method", "base"), each(["rank1", "mean-field", "batch-ensemble"], [False, True]))
-def test_a_module_called_posterior_is_saved_and_loaded(method: str, base: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "base"), each(["rank1", "mean-field", "batch-ensemble"], [False, True])
+)
+def test_a_module_called_posterior_is_saved_and_loaded(
+    method: str, base: bool, tmp_path: Path
+) -> None:
     model, x = sb.bayesianize(Variational(), METHODS[method]).eval(), torch.randn(6, 4)
     fresh = sb.debayesianize(copy.deepcopy(model))
     sb.save(model, tmp_path / "p", base=base)
@@ -771,7 +941,9 @@ def test_a_module_called_posterior_is_saved_and_loaded(method: str, base: bool, 
 @pytest.mark.parametrize(
     ("method", "kind", "style"),
     pairwise(
-        ["mean-field", "flipout", "k-tied", "rank1", "drop-connect"], ["weight_norm", "spectral_norm"], ["old", "new"]
+        ["mean-field", "flipout", "k-tied", "rank1", "drop-connect"],
+        ["weight_norm", "spectral_norm"],
+        ["old", "new"],
     ),
 )
 def test_normalised_weights_are_drawn(method: str, kind: str, style: str) -> None:
@@ -783,7 +955,9 @@ def test_normalised_weights_are_drawn(method: str, kind: str, style: str) -> Non
     with torch.no_grad():
         plain = model(x)
     sb.bayesianize(model, METHODS[method])
-    assert {row.status for row in sb.summary(model).rows if row.name in ("0", "4")} == {"converted"}
+    assert {row.status for row in sb.summary(model).rows if row.name in ("0", "4")} == {
+        "converted"
+    }
     outputs = sb.sample(model, x, draws=3)
     assert spread(outputs.detach()) > 1e-3
     outputs.square().sum().backward()
@@ -791,14 +965,19 @@ def test_normalised_weights_are_drawn(method: str, kind: str, style: str) -> Non
     assert method == "drop-connect" or trained  # which has no parameters of its own
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in trained)
     with torch.no_grad():
-        model(x)  # leaves computed weights without a graph, so that the model can be copied
+        model(
+            x
+        )  # leaves computed weights without a graph, so that the model can be copied
         check_all(model, x, draws=2)
         assert_equal(sb.debayesianize(model)(x), plain)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "kind"), each(["mean-field", "flipout", "k-tied", "rank1"], ["weight_norm", "spectral_norm"])
+    ("method", "kind"),
+    each(
+        ["mean-field", "flipout", "k-tied", "rank1"], ["weight_norm", "spectral_norm"]
+    ),
 )
 def test_old_style_norms_train(method: str, kind: str) -> None:
     """Their weight is what a hook last computed, with its graph: they train for several steps all the same."""
@@ -812,7 +991,9 @@ def test_old_style_norms_train(method: str, kind: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
-        sb.elbo(sb.categorical(sb.sample(model, x), y), model, num_data=6).loss.backward()
+        sb.elbo(
+            sb.categorical(sb.sample(model, x), y), model, num_data=6
+        ).loss.backward()
         optimizer.step()
     assert not torch.equal(own, before)
     assert sb.predict(model, x, draws=2).probs.isfinite().all()
@@ -824,13 +1005,19 @@ def test_unequal_members_are_stacked_or_refused_in_words() -> None:
         "0": sb.Ensemble(members=2, init="copies", jitter=0.5),
         "4": sb.Ensemble(members=3, init="copies", jitter=0.5),
     }
-    model, x, y = sb.bayesianize(mlp(), config), torch.randn(20, 4), torch.randint(3, (20,))
+    model, x, y = (
+        sb.bayesianize(mlp(), config),
+        torch.randn(20, 4),
+        torch.randint(3, (20,)),
+    )
     try:
         weights = sb.stack(model, x, y)
     except ValueError as error:
         in_words(error, "members")
     else:
-        assert all(float(w.sum()) == pytest.approx(1, abs=1e-4) for w in weights.values())
+        assert all(
+            float(w.sum()) == pytest.approx(1, abs=1e-4) for w in weights.values()
+        )
     assert sb.predict(model, x).probs.shape == (20, 3)
 
 
@@ -849,7 +1036,9 @@ def _image_net() -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "images"), [("ensemble", 0), (next(iter(METHODS)), 1)])
+@pytest.mark.parametrize(
+    ("method", "images"), [("ensemble", 0), (next(iter(METHODS)), 1)]
+)
 def test_export_with_a_dynamic_batch(method: str, images: int) -> None:
     make, shape = (_image_net, (2, 6, 6)) if images else (_rich, (4,))
     model = sb.bayesianize(make(), METHODS[method]).eval()
@@ -857,12 +1046,16 @@ def test_export_with_a_dynamic_batch(method: str, images: int) -> None:
     # torch.export treats sizes of one apart, also those of an ensemble member's share of the rows.
     fewest = 3 if method == "ensemble" else 2
     batch = torch.export.Dim("batch", min=fewest, max=64)
-    exported = torch.export.export(model, (torch.randn(6, *shape),), dynamic_shapes=({0: batch},)).module()
+    exported = torch.export.export(
+        model, (torch.randn(6, *shape),), dynamic_shapes=({0: batch},)
+    ).module()
     for rows in (fewest, 5, 6, 13):
         x = torch.randn(rows, *shape)
         with torch.no_grad():
             outputs = [exported(x) for _ in range(6)]
-        assert all(out.shape == (rows, 3) and bool(out.isfinite().all()) for out in outputs)
+        assert all(
+            out.shape == (rows, 3) and bool(out.isfinite().all()) for out in outputs
+        )
         assert spread(torch.stack(outputs)) > 1e-4, "the exported model draws nothing"
 
 
@@ -875,11 +1068,16 @@ def test_an_exported_ensemble_gives_each_row_one_member() -> None:
             plains = [write_out(model, j) for j in range(2)]
         model(torch.randn(6, 4))
         exported = torch.export.export(
-            model, (torch.randn(6, 4),), dynamic_shapes=({0: torch.export.Dim("batch", min=3, max=64)},)
+            model,
+            (torch.randn(6, 4),),
+            dynamic_shapes=({0: torch.export.Dim("batch", min=3, max=64)},),
         ).module()
         for rows in (3, 5, 9):
             x = torch.randn(rows, 4)
-            assert all(draws_of_rows(exported(x), [plain(x) for plain in plains], 0)), (method, rows)
+            assert all(draws_of_rows(exported(x), [plain(x) for plain in plains], 0)), (
+                method,
+                rows,
+            )
 
 
 class Masked(nn.Module):
@@ -898,7 +1096,11 @@ def test_a_mask_in_the_batch_is_never_dropped_in_silence(form: str) -> None:
     model = sb.bayesianize(Masked(), MEMBERS).eval()
     x, mask, y = torch.randn(10, 5, 4), torch.rand(10, 5) > 0.5, torch.randint(3, (10,))
     dataset = TensorDataset(x, mask, y)
-    data: Any = {"loader": DataLoader(dataset, batch_size=4), "list": iter([(x, mask, y)]), "dataset": dataset}[form]
+    data: Any = {
+        "loader": DataLoader(dataset, batch_size=4),
+        "list": iter([(x, mask, y)]),
+        "dataset": dataset,
+    }[form]
     try:
         predicted = sb.predict(model, data).probs
     except (ValueError, TypeError) as error:

@@ -23,7 +23,12 @@ class Writes(nn.Module):
 
     def __init__(self, write: Callable[[nn.Linear], Any], once: bool) -> None:
         super().__init__()
-        self.layer, self.write, self.once, self.done = nn.Linear(4, 3), write, once, False
+        self.layer, self.write, self.once, self.done = (
+            nn.Linear(4, 3),
+            write,
+            once,
+            False,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if not (self.once and self.done):
@@ -66,24 +71,41 @@ DRAWN = [sb.Rank1(members=2), sb.MeanField(), sb.DropConnect()]
     [
         lambda: Writes(lambda layer: layer.weight.div_(2), once=True),
         lambda: Writes(lambda layer: layer.weight.data.clamp_(-0.1, 0.1), once=False),
-        lambda: Writes(lambda layer: setattr(layer.bias, "data", layer.bias + 1), once=False),
+        lambda: Writes(
+            lambda layer: setattr(layer.bias, "data", layer.bias + 1), once=False
+        ),
         lambda: nn.Sequential(nn.Linear(4, 4), Fitted()),
     ],
 )
-@pytest.mark.parametrize("call", [sb.sample, lambda net, x: net(x), lambda net, x: sb.predict(net, x).samples])
-def test_what_a_forward_writes_into_a_drawn_weight_is_refused_in_each_call(config: Any, make: Any, call: Any) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [sb.sample, lambda net, x: net(x), lambda net, x: sb.predict(net, x).samples],
+)
+def test_what_a_forward_writes_into_a_drawn_weight_is_refused_in_each_call(
+    config: Any, make: Any, call: Any
+) -> None:
     net = sb.bayesianize(make(), config).eval()
     for _ in range(2):
-        with pytest.raises(ValueError, match="writes into a parameter of (layer|1), which is drawn anew"):
+        with pytest.raises(
+            ValueError,
+            match="writes into a parameter of (layer|1), which is drawn anew",
+        ):
             call(net, X)
 
 
 @pytest.mark.parametrize("config", DRAWN)
-def test_bounds_of_a_drawn_weight_that_a_layer_keeps_itself_are_those_of_each_draw(config: Any) -> None:
+def test_bounds_of_a_drawn_weight_that_a_layer_keeps_itself_are_those_of_each_draw(
+    config: Any,
+) -> None:
     net = sb.bayesianize(nn.Sequential(nn.Linear(4, 4), Bounded(4, 3)), config)
     with sb.frozen(net, draws=2), torch.no_grad():
         for x in (X, X + 1):
-            assert_draws(sb.sample(net, x), [sb.write_out(net, j) for j in range(2 * sb.members(net))], (x,), {})
+            assert_draws(
+                sb.sample(net, x),
+                [sb.write_out(net, j) for j in range(2 * sb.members(net))],
+                (x,),
+                {},
+            )
 
 
 class Speaks(nn.Module):
@@ -100,17 +122,27 @@ class Speaks(nn.Module):
         return self.head(self.body(x).tanh().repeat_interleave(3, 0))
 
     def generate(self, x: Tensor) -> Tensor:
-        x = x.repeat_interleave(3, 0) * torch.tensor([1.0, 2.0, 3.0]).repeat(len(x))[:, None]
+        x = (
+            x.repeat_interleave(3, 0)
+            * torch.tensor([1.0, 2.0, 3.0]).repeat(len(x))[:, None]
+        )
         for _ in range(3):
             best = self(x).sum(-1).view(-1, 3).argmax(1) + 3 * torch.arange(len(x) // 3)
             x = self(x) + x[best].repeat_interleave(3, 0)
         return x[::3]
 
     def drawn(self, x: Tensor) -> Any:
-        return sb.sample(self, x), sb.predict(self, x, likelihood="gaussian").samples, sb.write_out(self, 1)(x)
+        return (
+            sb.sample(self, x),
+            sb.predict(self, x, likelihood="gaussian").samples,
+            sb.write_out(self, 1)(x),
+        )
 
 
-MEMBERS = [sb.BatchEnsemble(members=2, mean_init=sb.Normal(1.0, 1.0)), sb.Rank1(members=2)]
+MEMBERS = [
+    sb.BatchEnsemble(members=2, mean_init=sb.Normal(1.0, 1.0)),
+    sb.Rank1(members=2),
+]
 
 
 @pytest.mark.parametrize("config", MEMBERS)
@@ -126,10 +158,14 @@ def test_beams_of_a_sequence_have_one_of_the_draws_that_are_held(config: Any) ->
 
 @pytest.mark.parametrize("config", MEMBERS)
 @torch.no_grad()
-def test_methods_that_mix_held_draws_are_told_and_what_they_ask_for_is_held(config: Any) -> None:
+def test_methods_that_mix_held_draws_are_told_and_what_they_ask_for_is_held(
+    config: Any,
+) -> None:
     net = sb.bayesianize(Speaks(), config)
     with sb.frozen(net):
-        with pytest.warns(sb.SlimbayesWarning, match="calls its parts with 5 and 15 rows"):
+        with pytest.warns(
+            sb.SlimbayesWarning, match="calls its parts with 5 and 15 rows"
+        ):
             net.several(X)
         plains = [sb.write_out(net, j) for j in range(2)]
         sampled, predicted, plain = net.drawn(X)
@@ -162,8 +198,12 @@ class Outside(nn.Module):
 
 
 @pytest.mark.parametrize("config", [*MEMBERS, sb.MeanField(), sb.Ensemble(members=2)])
-@pytest.mark.parametrize("call", [sb.sample, lambda net, x: net(x), lambda net, x: sb.predict(net, x)])
-def test_what_hooks_collect_is_of_the_call_and_not_of_trials(config: Any, call: Any) -> None:
+@pytest.mark.parametrize(
+    "call", [sb.sample, lambda net, x: net(x), lambda net, x: sb.predict(net, x)]
+)
+def test_what_hooks_collect_is_of_the_call_and_not_of_trials(
+    config: Any, call: Any
+) -> None:
     net, seen, meter, outside, inner = (
         nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)),
         [],
@@ -184,7 +224,9 @@ def test_what_hooks_collect_is_of_the_call_and_not_of_trials(config: Any, call: 
     if isinstance(config, sb.Ensemble):  # members have copies of a hook's object
         return
     assert len(set(first)) == 1 and meter.parts["sizes"] == [len(out) for out in seen]
-    torch.testing.assert_close(meter.total, torch.stack([out.sum() for out in seen]).sum())
+    torch.testing.assert_close(
+        meter.total, torch.stack([out.sum() for out in seen]).sum()
+    )
 
 
 class Tied(nn.Module):
@@ -216,23 +258,32 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("config", [*MEMBERS, sb.MeanField(), sb.DropConnect()])
 @pytest.mark.parametrize("frozen", [False, True])
 @torch.no_grad()
-def test_methods_that_compute_with_weights_which_are_no_draws_are_told(config: Any, frozen: bool) -> None:
+def test_methods_that_compute_with_weights_which_are_no_draws_are_told(
+    config: Any, frozen: bool
+) -> None:
     net = sb.bayesianize(Tied(), config)
     net.start(torch.randn(8, 4))
     assert torch.equal(net.size(), net.layer.weight.norm())
     with sb.frozen(net) if frozen else contextlib.nullcontext():
         z = net.encode(X)
-        with pytest.warns(sb.SlimbayesWarning, match="decode of Tied computes with a parameter of layer"):
+        with pytest.warns(
+            sb.SlimbayesWarning,
+            match="decode of Tied computes with a parameter of layer",
+        ):
             net.decode(z)
         net.decode(z)  # said once
-        with pytest.warns(sb.SlimbayesWarning, match="both of Tied computes with a parameter of layer"):
+        with pytest.warns(
+            sb.SlimbayesWarning, match="both of Tied computes with a parameter of layer"
+        ):
             net.both(X)
 
 
 def test_what_hooks_on_all_modules_collect_is_of_the_call_alone() -> None:
     net, seen = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), []
     sb.bayesianize(net, sb.Rank1(members=2)).eval()
-    with nn.modules.module.register_module_forward_hook(lambda layer, args, out: seen.append(layer)):
+    with nn.modules.module.register_module_forward_hook(
+        lambda layer, args, out: seen.append(layer)
+    ):
         sb.sample(net, X)
     assert [layer for layer in seen if layer is net[1]] == [net[1]]
 
@@ -252,7 +303,11 @@ class Remembers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         own = self.memory if hasattr(self.memory, "seen") else self.memory.layers[0]
-        state = x.new_zeros(len(x), 8) if own.state is None or len(own.state) != len(x) else own.state
+        state = (
+            x.new_zeros(len(x), 8)
+            if own.state is None or len(own.state) != len(x)
+            else own.state
+        )
         own.state, own.seen = self.body(torch.cat([x, state], -1)).tanh(), own.seen + 1
         return self.head(own.state)
 
@@ -271,7 +326,11 @@ class Prepares(nn.Module):
         return self.head(self.body(x).tanh() * own.state)
 
 
-OBJECTS = [Memory, lambda: SimpleNamespace(state=None, seen=0), lambda: SimpleNamespace(layers=[Memory()])]
+OBJECTS = [
+    Memory,
+    lambda: SimpleNamespace(state=None, seen=0),
+    lambda: SimpleNamespace(layers=[Memory()]),
+]
 
 
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
@@ -279,18 +338,24 @@ OBJECTS = [Memory, lambda: SimpleNamespace(state=None, seen=0), lambda: SimpleNa
 @pytest.mark.parametrize("make", OBJECTS)
 @pytest.mark.parametrize("cls", [Remembers, Prepares])
 @torch.no_grad()
-def test_what_draws_keep_in_objects_is_kept_apart(config: Any, make: Any, cls: Any) -> None:
+def test_what_draws_keep_in_objects_is_kept_apart(
+    config: Any, make: Any, cls: Any
+) -> None:
     net = sb.bayesianize(cls(make()), config).eval()
     with sb.frozen(net):
         plains = [sb.write_out(net, j) for j in range(sb.members(net))]
         for x in (X, X + 1, X - 1):
-            torch.testing.assert_close(sb.sample(net, x), torch.stack([plain(x) for plain in plains]))
+            torch.testing.assert_close(
+                sb.sample(net, x), torch.stack([plain(x) for plain in plains])
+            )
 
 
 @pytest.mark.parametrize("config", [*MEMBERS, sb.MeanField()])
 @pytest.mark.parametrize("make", OBJECTS)
 @torch.no_grad()
-def test_what_was_computed_from_drawn_weights_is_not_kept_in_objects(config: Any, make: Any) -> None:
+def test_what_was_computed_from_drawn_weights_is_not_kept_in_objects(
+    config: Any, make: Any
+) -> None:
     net = sb.bayesianize(Prepares(make()), config).eval()
     net(X[:1])
     with warnings.catch_warnings():
@@ -306,7 +371,11 @@ class Leaves(nn.Module):
 
     def __init__(self, place: str) -> None:
         super().__init__()
-        self.bodies, self.act, self.head = nn.ModuleList([nn.Linear(4, 8)]), nn.Tanh(), nn.Linear(8, 3)
+        self.bodies, self.act, self.head = (
+            nn.ModuleList([nn.Linear(4, 8)]),
+            nn.Tanh(),
+            nn.Linear(8, 3),
+        )
         self.place = place
 
     def forward(self, x: Tensor) -> Tensor:
@@ -320,12 +389,16 @@ class Leaves(nn.Module):
 @pytest.mark.parametrize("config", [*MEMBERS, sb.MeanField(), sb.Ensemble(members=2)])
 @pytest.mark.parametrize("place", ["bodies", "bodies.0", "act"])
 @torch.no_grad()
-def test_what_draws_keep_in_modules_of_torch_is_kept_apart(config: Any, place: str) -> None:
+def test_what_draws_keep_in_modules_of_torch_is_kept_apart(
+    config: Any, place: str
+) -> None:
     net = sb.bayesianize(Leaves(place), config).eval()
     with sb.frozen(net):
         plains = [sb.write_out(net, j) for j in range(sb.members(net))]
         for x in (X, X + 1, X - 1):
-            torch.testing.assert_close(sb.sample(net, x), torch.stack([plain(x) for plain in plains]))
+            torch.testing.assert_close(
+                sb.sample(net, x), torch.stack([plain(x) for plain in plains])
+            )
 
 
 class Caches(nn.Module):
@@ -333,7 +406,11 @@ class Caches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps, self.body, self.head = nn.Linear(1, 8), nn.Linear(4, 8), nn.Linear(8, 3)
+        self.steps, self.body, self.head = (
+            nn.Linear(1, 8),
+            nn.Linear(4, 8),
+            nn.Linear(8, 3),
+        )
 
     @functools.cache  # noqa: B019 - what is tested
     def offsets(self, size: int) -> Tensor:
@@ -346,7 +423,9 @@ class Caches(nn.Module):
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 @pytest.mark.parametrize("config", [*MEMBERS, sb.MeanField(), sb.Ensemble(members=2)])
 @torch.no_grad()
-def test_methods_that_remember_what_they_returned_work_it_out_for_each_draw(config: Any) -> None:
+def test_methods_that_remember_what_they_returned_work_it_out_for_each_draw(
+    config: Any,
+) -> None:
     net, x = Caches().eval(), torch.randn(5, 3, 4)
     net(x)  # remembers what the plain weights gave
     sb.bayesianize(net, config)
@@ -355,4 +434,6 @@ def test_methods_that_remember_what_they_returned_work_it_out_for_each_draw(conf
         with sb.frozen(net, draws=2, seed=seed):
             plains = [sb.write_out(net, j) for j in range(2 * sb.members(net))]
         wanted = torch.stack([plain(x) for plain in plains])
-        torch.testing.assert_close(sb.predict(net, x, 2, likelihood="gaussian", seed=seed).samples, wanted)
+        torch.testing.assert_close(
+            sb.predict(net, x, 2, likelihood="gaussian", seed=seed).samples, wanted
+        )

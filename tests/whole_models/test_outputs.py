@@ -35,12 +35,20 @@ class Observed(nn.Module):
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_members_at_once_keep_what_a_call_leaves_in_them(normed: bool) -> None:
-    made = nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 3))) if normed else Observed()
-    net = sb.bayesianize(made, sb.Ensemble(members=3, init="copies", jitter=0.3, execution="batched")).train()
+    made = (
+        nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 3)))
+        if normed
+        else Observed()
+    )
+    net = sb.bayesianize(
+        made, sb.Ensemble(members=3, init="copies", jitter=0.3, execution="batched")
+    ).train()
     with sb.frozen(net):
         members = [sb.write_out(net, j).train() for j in range(3)]
     for _ in range(3):
-        torch.testing.assert_close(sb.sample(net, X), torch.stack([member(X) for member in members]))
+        torch.testing.assert_close(
+            sb.sample(net, X), torch.stack([member(X) for member in members])
+        )
     wanted = torch.stack([member.eval()(X) for member in members])
     torch.testing.assert_close(sb.sample(net.eval(), X), wanted)
 
@@ -79,19 +87,35 @@ def test_what_members_that_began_alike_give_without_rows_is_their_own() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=2), sb.MeanField(), sb.Ensemble(members=2)])
+@pytest.mark.parametrize(
+    "config", [sb.BatchEnsemble(members=2), sb.MeanField(), sb.Ensemble(members=2)]
+)
 def test_models_that_collect_hidden_states_by_hooks_give_each_once(config: Any) -> None:
     transformers = pytest.importorskip("transformers")
-    size = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-    net = transformers.BertModel(transformers.BertConfig(**size, intermediate_size=8, max_position_embeddings=9))
+    size = {
+        "vocab_size": 20,
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    net = transformers.BertModel(
+        transformers.BertConfig(**size, intermediate_size=8, max_position_embeddings=9)
+    )
     net, words = sb.bayesianize(net.eval(), config).eval(), torch.randint(0, 20, (3, 5))
     with sb.frozen(net, draws=2), torch.no_grad():
-        plain = [sb.write_out(net, j)(words, output_hidden_states=True).hidden_states for j in range(2)]
+        plain = [
+            sb.write_out(net, j)(words, output_hidden_states=True).hidden_states
+            for j in range(2)
+        ]
         for fold in ("auto", False, "auto"):
-            found = sb.sample(net, words, output_hidden_states=True, fold=fold).hidden_states
+            found = sb.sample(
+                net, words, output_hidden_states=True, fold=fold
+            ).hidden_states
             assert len(found) == len(plain[0]) == 3
             for layer, one in enumerate(found):
-                torch.testing.assert_close(one[:2], torch.stack([states[layer] for states in plain]))
+                torch.testing.assert_close(
+                    one[:2], torch.stack([states[layer] for states in plain])
+                )
 
 
 class SomeRows(nn.Module):
@@ -99,7 +123,11 @@ class SomeRows(nn.Module):
 
     def __init__(self, sure: float | None) -> None:
         super().__init__()
-        self.first, self.again, self.last = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.first, self.again, self.last = (
+            nn.Linear(4, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 3),
+        )
         self.register_buffer("sure", torch.tensor(torch.nan if sure is None else sure))
 
     def forward(self, x: Tensor, valid: Tensor) -> Tensor:
@@ -114,18 +142,27 @@ class SomeRows(nn.Module):
     pairwise(
         [None, 2.0],
         [6, 4, 1, 0],
-        [sb.Rank1(members=2, scale_init=0.3), sb.BatchEnsemble(members=2), sb.MeanField(), sb.Ensemble(members=2)],
+        [
+            sb.Rank1(members=2, scale_init=0.3),
+            sb.BatchEnsemble(members=2),
+            sb.MeanField(),
+            sb.Ensemble(members=2),
+        ],
     ),
 )
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
-def test_layers_that_meet_some_of_the_rows_later(config: Any, count: int, sure: float | None) -> None:
+def test_layers_that_meet_some_of_the_rows_later(
+    config: Any, count: int, sure: float | None
+) -> None:
     net, x = sb.bayesianize(SomeRows(sure), config).eval(), torch.randn(12, 4)
     every, valid = torch.ones(12, dtype=torch.bool), torch.randperm(12) < count
     sb.sample(net, x, every, draws=2), net(x, every)
     net.sure.fill_(net.sure * 0)
     with sb.frozen(net, draws=2):
-        wanted = torch.stack([sb.write_out(net, j)(x, valid) for j in range(2 * sb.members(net))])
+        wanted = torch.stack(
+            [sb.write_out(net, j)(x, valid) for j in range(2 * sb.members(net))]
+        )
         by_member(net(x, valid), wanted)
         torch.testing.assert_close(sb.sample(net, x, valid), wanted)
 
@@ -135,7 +172,10 @@ class Mixes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.score, self.experts = nn.Linear(4, 3), nn.ModuleList([nn.Linear(4, 5) for _ in range(3)])
+        self.score, self.experts = (
+            nn.Linear(4, 3),
+            nn.ModuleList([nn.Linear(4, 5) for _ in range(3)]),
+        )
         self.last = nn.Linear(5, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -158,10 +198,20 @@ def test_experts_that_get_other_rows_of_each_draw(seed: int) -> None:
 
 
 def test_intervals_without_noise_are_told_to_be_those_of_the_mean() -> None:
-    found = sb.predict(sb.bayesianize(nn.Linear(4, 1), sb.MeanField()), X, draws=8, likelihood="gaussian")
+    found = sb.predict(
+        sb.bayesianize(nn.Linear(4, 1), sb.MeanField()),
+        X,
+        draws=8,
+        likelihood="gaussian",
+    )
     with pytest.warns(sb.SlimbayesWarning, match=r"those of the mean.*scale="):
         found.interval(0.9)
-    sb.predict(sb.bayesianize(nn.Linear(4, 1), sb.MeanField()), X, likelihood="gaussian", scale=0.1).interval(0.9)
+    sb.predict(
+        sb.bayesianize(nn.Linear(4, 1), sb.MeanField()),
+        X,
+        likelihood="gaussian",
+        scale=0.1,
+    ).interval(0.9)
     sb.predict(sb.bayesianize(mlp(), sb.MeanField()), X, draws=8).interval(0.9)
 
 
@@ -194,24 +244,36 @@ class Mapped(dict[str, Any]):
 
 
 def normal(scores: Tensor) -> Any:
-    return torch.distributions.Independent(torch.distributions.Normal(scores, scores.exp()), 1)
+    return torch.distributions.Independent(
+        torch.distributions.Normal(scores, scores.exp()), 1
+    )
 
 
 def told_by(answer: Any) -> Tensor:
-    return answer.mean if isinstance(answer, torch.distributions.Independent) else answer.logits
+    return (
+        answer.mean
+        if isinstance(answer, torch.distributions.Independent)
+        else answer.logits
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "mixes", "makes"),
     pairwise(
-        [sb.BatchEnsemble(members=3), sb.MeanField(scale_init=0.2), sb.Ensemble(members=3)],
+        [
+            sb.BatchEnsemble(members=3),
+            sb.MeanField(scale_init=0.2),
+            sb.Ensemble(members=3),
+        ],
         [False, True],
         [Answer, Mapped, normal, lambda h: torch.distributions.Categorical(logits=h)],
     ),
 )
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
-def test_outputs_that_are_objects_of_somebody(config: Any, mixes: bool, makes: Any) -> None:
+def test_outputs_that_are_objects_of_somebody(
+    config: Any, mixes: bool, makes: Any
+) -> None:
     net = sb.bayesianize(Decides(makes, mixes), config).eval()
     with sb.frozen(net, draws=2, seed=0):
         plain = [sb.write_out(net, j)(X) for j in range(2 * sb.members(net))]
@@ -220,10 +282,15 @@ def test_outputs_that_are_objects_of_somebody(config: Any, mixes: bool, makes: A
         torch.testing.assert_close(told_by(found), wanted)
         if makes is normal:
             assert found.batch_shape == wanted.shape[:2] and found.event_shape == (3,)
-            torch.testing.assert_close(found.log_prob(X[:, :3]), torch.stack([p.log_prob(X[:, :3]) for p in plain]))
+            torch.testing.assert_close(
+                found.log_prob(X[:, :3]),
+                torch.stack([p.log_prob(X[:, :3]) for p in plain]),
+            )
         by_member(told_by(net(X)), wanted)
     name = "mean" if makes is normal else "logits"
-    samples = sb.predict(net, X, draws=2, seed=0, likelihood="gaussian", output=name).samples
+    samples = sb.predict(
+        net, X, draws=2, seed=0, likelihood="gaussian", output=name
+    ).samples
     torch.testing.assert_close(samples, wanted)
     if isinstance(config, sb.Ensemble):
         with pytest.raises(ValueError, match="which nobody can join"):
@@ -243,24 +310,38 @@ class Flow(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         h, base = self.net(x), torch.distributions.Normal(torch.zeros(3), torch.ones(3))
-        drawn = torch.distributions.ComposeTransform([torch.distributions.AffineTransform(h, h.exp())])
+        drawn = torch.distributions.ComposeTransform(
+            [torch.distributions.AffineTransform(h, h.exp())]
+        )
         fixed = torch.distributions.AffineTransform(self.ends, 2 * self.ends)
-        return torch.distributions.TransformedDistribution(base, [drawn, torch.distributions.TanhTransform(), fixed])
+        return torch.distributions.TransformedDistribution(
+            base, [drawn, torch.distributions.TanhTransform(), fixed]
+        )
 
 
-@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=3), sb.MeanField(scale_init=0.2), sb.Ensemble(members=3)])
+@pytest.mark.parametrize(
+    "config",
+    [sb.BatchEnsemble(members=3), sb.MeanField(scale_init=0.2), sb.Ensemble(members=3)],
+)
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_transforms_of_a_distribution_are_those_of_each_draw(config: Any) -> None:
     net = sb.bayesianize(Flow(), config).eval()
     draws = 6 // sb.members(net)
-    x, y = torch.randn(6, 4), 1.5 * torch.ones(6, 3)  # as many rows as draws: what is not stacked would broadcast
+    x, y = (
+        torch.randn(6, 4),
+        1.5 * torch.ones(6, 3),
+    )  # as many rows as draws: what is not stacked would broadcast
     with sb.frozen(net, draws=draws, seed=0):
         plain = [sb.write_out(net, j)(x) for j in range(6)]
         wanted = torch.stack([one.log_prob(y) for one in plain])
         found = sb.sample(net, x)
         torch.testing.assert_close(found.log_prob(y), wanted)
         by_member(net(x).log_prob(y), wanted)
-    assert found.batch_shape == (6, 6, 3) and found.rsample((2,)).shape == (2, 6, 6, 3) and wanted.std(0).min() > 0
+    assert (
+        found.batch_shape == (6, 6, 3)
+        and found.rsample((2,)).shape == (2, 6, 6, 3)
+        and wanted.std(0).min() > 0
+    )
 
 
 class Matrix:
@@ -278,10 +359,14 @@ class Process(torch.distributions.Normal):
 
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_distributions_with_what_nobody_can_stack_stay_those_of_each_draw() -> None:
-    net = sb.bayesianize(Decides(Process, mixes=False), sb.BatchEnsemble(members=3)).eval()
+    net = sb.bayesianize(
+        Decides(Process, mixes=False), sb.BatchEnsemble(members=3)
+    ).eval()
     with sb.frozen(net):
         wanted = [sb.write_out(net, j)(X).matrix.scores for j in range(3)]
-        torch.testing.assert_close([one.matrix.scores for one in sb.sample(net, X).parts], wanted)
+        torch.testing.assert_close(
+            [one.matrix.scores for one in sb.sample(net, X).parts], wanted
+        )
 
 
 class Holder:
@@ -299,15 +384,27 @@ class Holder:
 
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_all_that_an_object_holds_is_that_of_each_draw() -> None:
-    net = sb.bayesianize(Decides(lambda h: Holder(h, abs), mixes=False), sb.BatchEnsemble(members=3)).eval()
+    net = sb.bayesianize(
+        Decides(lambda h: Holder(h, abs), mixes=False), sb.BatchEnsemble(members=3)
+    ).eval()
     found = sb.sample(net, X)
     torch.testing.assert_close(found.part.logits, found.scores)
-    torch.testing.assert_close(found.mean, found.scores.detach().mean((1, 2)), check_dtype=False)
+    torch.testing.assert_close(
+        found.mean, found.scores.detach().mean((1, 2)), check_dtype=False
+    )
     signs = ["+-"[int(s > 0)] for s in found.scores[:, 0, 0]]
-    assert found.sign == signs[0] if len(set(signs)) == 1 else list(found.sign.parts) == signs
-    net.makes = lambda h: Holder(h, lambda: h)  # nobody sees which draw a function was made in
+    assert (
+        found.sign == signs[0]
+        if len(set(signs)) == 1
+        else list(found.sign.parts) == signs
+    )
+    net.makes = lambda h: Holder(
+        h, lambda: h
+    )  # nobody sees which draw a function was made in
     found = sb.sample(net.train(), X)
-    assert [torch.equal(one.function(), one.scores) for one in found.parts] == [True] * 3
+    assert [torch.equal(one.function(), one.scores) for one in found.parts] == [
+        True
+    ] * 3
 
 
 class Lazy(nn.Module):
@@ -337,8 +434,12 @@ class Lazy(nn.Module):
     ),
 )
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
-def test_what_calls_layers_after_the_draws_are_gone_is_told(how: Any, config: Any) -> None:
-    with pytest.warns(UserWarning, match="What it returned calls them later, when each draws anew"):
+def test_what_calls_layers_after_the_draws_are_gone_is_told(
+    how: Any, config: Any
+) -> None:
+    with pytest.warns(
+        UserWarning, match="What it returned calls them later, when each draws anew"
+    ):
         sb.bayesianize(Lazy(how), config)(X)
     for options in ({}, {"fold": False}):
         with (
@@ -358,7 +459,13 @@ class Reports(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Any]:
         scores = self.net(x)
         word = "high" if scores[0, 0] > scores[0, 1] else "low"
-        return {"scores": scores, "mean": scores.mean().item(), "word": word, "array": scores.detach().numpy(), "n": 3}
+        return {
+            "scores": scores,
+            "mean": scores.mean().item(),
+            "word": word,
+            "array": scores.detach().numpy(),
+            "n": 3,
+        }
 
 
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
@@ -366,26 +473,52 @@ def test_numbers_and_words_that_draws_return_are_their_own() -> None:
     net = sb.bayesianize(Reports(), sb.MeanField(scale_init=0.5)).eval()
     with sb.frozen(net, draws=8, seed=0):
         found, plain = sb.sample(net, X), [sb.write_out(net, j)(X) for j in range(8)]
-    torch.testing.assert_close(found["mean"], torch.tensor([one["mean"] for one in plain]))
+    torch.testing.assert_close(
+        found["mean"], torch.tensor([one["mean"] for one in plain])
+    )
     torch.testing.assert_close(found["array"], found["scores"].detach())
-    assert [found["word"].of(j) for j in range(8)] == [one["word"] for one in plain] and found["n"] == 3
+    assert [found["word"].of(j) for j in range(8)] == [
+        one["word"] for one in plain
+    ] and found["n"] == 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "fold"),
-    each([sb.MeanField(scale_init=0.3), sb.BatchEnsemble(members=3), sb.Ensemble(members=3)], ["auto", False]),
+    each(
+        [
+            sb.MeanField(scale_init=0.3),
+            sb.BatchEnsemble(members=3),
+            sb.Ensemble(members=3),
+        ],
+        ["auto", False],
+    ),
 )
-def test_steps_with_a_cache_are_those_of_the_draws_that_filled_it(config: Any, fold: Any) -> None:
+def test_steps_with_a_cache_are_those_of_the_draws_that_filled_it(
+    config: Any, fold: Any
+) -> None:
     transformers = pytest.importorskip("transformers")
-    size = {"vocab_size": 20, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2, "initializer_range": 0.5}
-    plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, bos_token_id=0, eos_token_id=1)).eval()
+    size = {
+        "vocab_size": 20,
+        "n_positions": 16,
+        "n_embd": 8,
+        "n_layer": 1,
+        "n_head": 2,
+        "initializer_range": 0.5,
+    }
+    plain = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**size, bos_token_id=0, eos_token_id=1)
+    ).eval()
     net, words = sb.bayesianize(plain, config).eval(), torch.randint(0, 20, (3, 6))
     with sb.frozen(net, draws=3 // sb.members(net)), torch.no_grad():
-        wanted = [sb.write_out(net, j)(words, use_cache=False).logits[:, -1] for j in range(3)]
+        wanted = [
+            sb.write_out(net, j)(words, use_cache=False).logits[:, -1] for j in range(3)
+        ]
         cache = sb.sample(net, words[:, :4], fold=fold).past_key_values
         for step in (4, 5):
-            found = sb.sample(net, words[:, step : step + 1], past_key_values=cache, fold=fold)
+            found = sb.sample(
+                net, words[:, step : step + 1], past_key_values=cache, fold=fold
+            )
             cache = found.past_key_values
         torch.testing.assert_close(found.logits[:, :, -1], torch.stack(wanted))
     with pytest.raises(ValueError, match="belongs to the 3 draws that filled it"):
@@ -405,23 +538,40 @@ class Twice(nn.Linear):
 class Rerun(nn.Module):
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__()
-        self.first, self.second, self.last, self.reentrant = nn.Linear(4, 8), Twice(8, 8), nn.Linear(8, 3), reentrant
+        self.first, self.second, self.last, self.reentrant = (
+            nn.Linear(4, 8),
+            Twice(8, 8),
+            nn.Linear(8, 3),
+            reentrant,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
-        h = self.second(h) if self.reentrant is None else checkpoint(self.second, h, use_reentrant=self.reentrant)
+        h = (
+            self.second(h)
+            if self.reentrant is None
+            else checkpoint(self.second, h, use_reentrant=self.reentrant)
+        )
         return self.last(h)
 
 
 @pytest.mark.parametrize(
     ("config", "bare"),
     each(
-        [sb.BatchEnsemble(members=3), sb.Rank1(members=3), sb.MeanField(), sb.ModelPatch(patch=".*"), sb.DropConnect()],
+        [
+            sb.BatchEnsemble(members=3),
+            sb.Rank1(members=3),
+            sb.MeanField(),
+            sb.ModelPatch(patch=".*"),
+            sb.DropConnect(),
+        ],
         [False, True],
     ),
 )
 @pytest.mark.slow
-def test_layers_of_other_types_are_rerun_with_their_draws(config: Any, bare: bool) -> None:
+def test_layers_of_other_types_are_rerun_with_their_draws(
+    config: Any, bare: bool
+) -> None:
     gradients = []
     for reentrant in (None, True, False):
         torch.manual_seed(0)
@@ -437,30 +587,53 @@ def test_layers_of_other_types_are_rerun_with_their_draws(config: Any, bare: boo
 class Rare(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.last = nn.Embedding(9, 4, scale_grad_by_freq=True), nn.Linear(4, 3)
+        self.table, self.last = (
+            nn.Embedding(9, 4, scale_grad_by_freq=True),
+            nn.Linear(4, 3),
+        )
 
     def forward(self, words: Tensor) -> Tensor:
         return self.last(self.table(words).mean(1))
 
 
-@pytest.mark.parametrize("config", [sb.Rank1(members=3), sb.MeanField(estimator="flipout"), sb.Ensemble(members=3)])
-def test_gradients_divided_by_how_often_a_word_occurs_are_those_of_each_draw(config: Any) -> None:
-    net, words, gradients = sb.bayesianize(Rare(), config), torch.randint(0, 9, (6, 5)), []
+@pytest.mark.parametrize(
+    "config",
+    [sb.Rank1(members=3), sb.MeanField(estimator="flipout"), sb.Ensemble(members=3)],
+)
+def test_gradients_divided_by_how_often_a_word_occurs_are_those_of_each_draw(
+    config: Any,
+) -> None:
+    net, words, gradients = (
+        sb.bayesianize(Rare(), config),
+        torch.randint(0, 9, (6, 5)),
+        [],
+    )
     for fold in (False, "auto"):
         net.zero_grad()
-        with pytest.warns(UserWarning, match="how often a word occurs") if fold else nullcontext():
+        with (
+            pytest.warns(UserWarning, match="how often a word occurs")
+            if fold
+            else nullcontext()
+        ):
             sb.sample(net, words, draws=2, seed=1, fold=fold).square().sum().backward()
         gradients.append(net.table.weight.grad)
     net(words)  # rows share out the members, as before
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("config", [sb.MeanField(), sb.ModelPatch(patch=".*"), sb.Rank1(members=2, scale_init=0.1)])
+@pytest.mark.parametrize(
+    "config",
+    [sb.MeanField(), sb.ModelPatch(patch=".*"), sb.Rank1(members=2, scale_init=0.1)],
+)
 def test_tables_with_sparse_gradients_learn(config: Any) -> None:
     words, gradients = torch.randint(0, 9, (6, 5)), []
     for sparse in (True, False):
         torch.manual_seed(0)
-        net = sb.bayesianize(nn.Sequential(nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 3)), config, include=".*")
+        net = sb.bayesianize(
+            nn.Sequential(nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 3)),
+            config,
+            include=".*",
+        )
         sb.sample(net, words, draws=2, seed=0).square().sum().backward()
         found = net[0].weight.grad
         gradients.append(found.to_dense() if found.is_sparse else found)
@@ -472,23 +645,39 @@ def test_bags_divide_gradients_by_how_often_a_word_occurs() -> None:
     words, gradients = torch.randint(0, 9, (6, 5)), []
     for table in (nn.EmbeddingBag, nn.Embedding):
         torch.manual_seed(0)
-        net = sb.bayesianize(nn.Sequential(table(9, 4, scale_grad_by_freq=True)), sb.MeanField())
+        net = sb.bayesianize(
+            nn.Sequential(table(9, 4, scale_grad_by_freq=True)), sb.MeanField()
+        )
         out = sb.sample(net, words, draws=2, seed=0)
         (out if out.dim() == 3 else out.mean(2)).square().sum().backward()
         gradients.append(net[0].weight.grad)
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=3), sb.MeanField(scale_init=0.2), sb.Ensemble(members=3)])
+@pytest.mark.parametrize(
+    "config",
+    [sb.BatchEnsemble(members=3), sb.MeanField(scale_init=0.2), sb.Ensemble(members=3)],
+)
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
-def test_norms_without_running_statistics_are_those_of_each_draw_when_nothing_trains(config: Any) -> None:
-    layers = nn.Linear(4, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Tanh(), nn.Linear(8, 3)
+def test_norms_without_running_statistics_are_those_of_each_draw_when_nothing_trains(
+    config: Any,
+) -> None:
+    layers = (
+        nn.Linear(4, 8),
+        nn.BatchNorm1d(8, track_running_stats=False),
+        nn.Tanh(),
+        nn.Linear(8, 3),
+    )
     net = sb.bayesianize(nn.Sequential(*layers), config, include="0|3").eval()
     with sb.frozen(net, draws=2, seed=0):
-        wanted = torch.stack([sb.write_out(net, j)(X) for j in range(2 * sb.members(net))])
+        wanted = torch.stack(
+            [sb.write_out(net, j)(X) for j in range(2 * sb.members(net))]
+        )
         torch.testing.assert_close(sb.sample(net, X), wanted)
         by_member(net(X), wanted)
-    torch.testing.assert_close(sb.predict(net, X, draws=2, seed=0).samples, wanted.softmax(-1))
+    torch.testing.assert_close(
+        sb.predict(net, X, draws=2, seed=0).samples, wanted.softmax(-1)
+    )
 
 
 class Compares(nn.Module):
@@ -505,7 +694,9 @@ class Compares(nn.Module):
         return (self.net(x)[:4] - self.net(x[:4])).abs().amax()
 
 
-@pytest.mark.parametrize("config", [sb.MeanField(), sb.KTied(), sb.DropConnect(), sb.ModelPatch(patch=".*")])
+@pytest.mark.parametrize(
+    "config", [sb.MeanField(), sb.KTied(), sb.DropConnect(), sb.ModelPatch(patch=".*")]
+)
 def test_a_method_has_one_draw_however_many_rows_its_parts_meet(config: Any) -> None:
     assert sb.bayesianize(Compares(), config).compared(X) < 1e-5
     several = sb.bayesianize(Compares(), sb.BatchEnsemble(members=3))
@@ -526,7 +717,9 @@ class Called(nn.Module):
         return self.net(x)
 
 
-@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=3), sb.Ensemble(members=3)])
+@pytest.mark.parametrize(
+    "config", [sb.BatchEnsemble(members=3), sb.Ensemble(members=3)]
+)
 def test_models_without_a_forward_are_refused(config: Any) -> None:
     with pytest.raises(ValueError, match="Rename it to forward"):
         sb.bayesianize(Called(), config)

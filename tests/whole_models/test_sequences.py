@@ -29,12 +29,19 @@ class DroppedWeights(nn.Module):
         self.layer.weight = self.raw.detach().clone()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.layer.weight = F.dropout(self.raw, 0.2) if self.training else self.raw.clone()
+        self.layer.weight = (
+            F.dropout(self.raw, 0.2) if self.training else self.raw.clone()
+        )
         return self.layer(x)
 
 
 @pytest.mark.parametrize(
-    "config", [sb.Rank1(members=2), sb.BatchEnsemble(members=2), sb.Ensemble(members=2, init="copies")]
+    "config",
+    [
+        sb.Rank1(members=2),
+        sb.BatchEnsemble(members=2),
+        sb.Ensemble(members=2, init="copies"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_a_trial_does_not_make_a_dropped_weight_a_parameter(config: sb.Config) -> None:
@@ -49,7 +56,11 @@ def test_a_draw_of_a_weight_that_is_set_in_each_call_is_not_written_out() -> Non
     net = sb.bayesianize(DroppedWeights().eval(), sb.MeanField(scale_init=0.1))
     with torch.no_grad():
         assert sb.sample(net, X, draws=3).std(0).min() > 0
-    with sb.frozen(net), torch.no_grad(), pytest.raises(ValueError, match="sets it anew in each call"):
+    with (
+        sb.frozen(net),
+        torch.no_grad(),
+        pytest.raises(ValueError, match="sets it anew in each call"),
+    ):
         sb.write_out(net, 0)
 
 
@@ -63,7 +74,9 @@ def test_copies_have_the_padding_row_of_the_network() -> None:
     words = torch.randint(6, (3, 5))
     for out in sb.sample(net, words):
         torch.testing.assert_close(out, plain(words))
-    jittered: Any = sb.bayesianize(deepcopy(plain), sb.Ensemble(members=2, init="copies", jitter=0.5))
+    jittered: Any = sb.bayesianize(
+        deepcopy(plain), sb.Ensemble(members=2, init="copies", jitter=0.5)
+    )
     other = jittered.posterior["members"].others[0][0].weight
     assert torch.equal(other[0], table.weight[0])
     assert not torch.isclose(other[1:], table.weight[1:]).any()
@@ -90,7 +103,9 @@ def test_members_start_where_a_network_cannot_start_itself() -> None:
         net: Any = sb.bayesianize(deepcopy(plain), sb.Ensemble(members=2))
     for name, other in net.posterior["members"].others[0].named_parameters():
         own = plain.get_parameter(name)
-        assert torch.equal(other.sort().values.flatten().sort().values, own.flatten().sort().values)  # in another order
+        assert torch.equal(
+            other.sort().values.flatten().sort().values, own.flatten().sort().values
+        )  # in another order
         assert not torch.equal(other, own)
 
 
@@ -103,19 +118,28 @@ class Sampler(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.softplus(self.layer(x))
-        return StudentT(y + 2, y).sample() if self.family == "t" else y * Dirichlet(y).sample()
+        return (
+            StudentT(y + 2, y).sample()
+            if self.family == "t"
+            else y * Dirichlet(y).sample()
+        )
 
 
 @pytest.mark.parametrize("family", ["t", "dirichlet"])
 def test_models_that_draw_gamma_variables_fold_and_follow_the_seed(family: str) -> None:
     net = sb.bayesianize(Sampler(family).eval(), sb.Rank1(members=2))
-    first, again, other = (sb.sample(net, X, draws=2, seed=s, fold=True) for s in (3, 3, 4))
+    first, again, other = (
+        sb.sample(net, X, draws=2, seed=s, fold=True) for s in (3, 3, 4)
+    )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     with sb.frozen(net, seed=5):
         held = [sb.sample(net, X) for _ in range(2)]
     assert not torch.equal(*held)  # the network is held, what it draws is not
-    one, two = (sb.predict(net, X, draws=2, seed=6, likelihood="gaussian", scale=1.0).samples for _ in range(2))
+    one, two = (
+        sb.predict(net, X, draws=2, seed=6, likelihood="gaussian", scale=1.0).samples
+        for _ in range(2)
+    )
     assert torch.equal(one, two)
 
 
@@ -151,10 +175,15 @@ class Bilinear(Generic[Row], nn.Module):
 
 @pytest.mark.parametrize(
     ("cls", "config"),
-    each([Abstract, Typed, Bilinear], [sb.Rank1(members=2), sb.Ensemble(members=2, init="copies", jitter=0.1)]),
+    each(
+        [Abstract, Typed, Bilinear],
+        [sb.Rank1(members=2), sb.Ensemble(members=2, init="copies", jitter=0.1)],
+    ),
 )
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
-def test_models_that_begin_with_an_abstract_or_a_generic_class(cls: Any, config: sb.Config) -> None:
+def test_models_that_begin_with_an_abstract_or_a_generic_class(
+    cls: Any, config: sb.Config
+) -> None:
     plain = cls().eval()
     net = sb.bayesianize(deepcopy(plain), config)
     assert type(net).__mro__[-1] is object
@@ -177,22 +206,32 @@ class Noisy(nn.Linear):
     def __init__(self) -> None:
         super().__init__(4, 3)
         del self.weight
-        self.weight_mean, self.weight_scale = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.ones(3, 4))
+        self.weight_mean, self.weight_scale = (
+            nn.Parameter(torch.randn(3, 4)),
+            nn.Parameter(torch.ones(3, 4)),
+        )
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         return self.weight_mean + 0.0 * self.weight_scale
 
 
-@pytest.mark.parametrize("config", [sb.Rank1(members=2), sb.MeanField(scale_init=0.2), sb.MatrixNormal()])
-def test_layers_that_compute_their_weight_by_a_property_run_their_own_forward(config: sb.Config) -> None:
+@pytest.mark.parametrize(
+    "config", [sb.Rank1(members=2), sb.MeanField(scale_init=0.2), sb.MatrixNormal()]
+)
+def test_layers_that_compute_their_weight_by_a_property_run_their_own_forward(
+    config: sb.Config,
+) -> None:
     net = sb.bayesianize(nn.Sequential(Noisy(), nn.Tanh()).eval(), config)
     with torch.no_grad(), sb.frozen(net, draws=2, seed=1):
         outputs = sb.sample(net, X)
         for j, out in enumerate(outputs):
             torch.testing.assert_close(sb.write_out(net, j)(X), out)
     assert outputs.std(0).min() > 0
-    torch.testing.assert_close(sb.sample(net, X, seed=3, draws=2), sb.sample(net, X, seed=3, draws=2, fold=False))
+    torch.testing.assert_close(
+        sb.sample(net, X, seed=3, draws=2),
+        sb.sample(net, X, seed=3, draws=2, fold=False),
+    )
 
 
 class Decoder(nn.Module):
@@ -208,16 +247,26 @@ class Decoder(nn.Module):
 
 
 def test_a_list_of_an_entry_for_each_row_is_told_in_words() -> None:
-    net = sb.bayesianize(Decoder().eval(), sb.Ensemble(members=3, init="copies", jitter=0.5))
-    with pytest.warns(UserWarning, match="the number of outputs depends on the number of rows"):
+    net = sb.bayesianize(
+        Decoder().eval(), sb.Ensemble(members=3, init="copies", jitter=0.5)
+    )
+    with pytest.warns(
+        UserWarning, match="the number of outputs depends on the number of rows"
+    ):
         y, labels = sb.sample(net, X)
-    every = [torch.as_tensor(label).expand(3) for label in labels]  # what draws agree on is one for all
+    every = [
+        torch.as_tensor(label).expand(3) for label in labels
+    ]  # what draws agree on is one for all
     assert torch.equal(torch.stack(every, 1), y.argmax(-1))
 
 
 def test_members_with_parts_that_have_no_numbers_are_saved(tmp_path: Any) -> None:
     shell = nn.Linear(4, 4)
     shell.shadow = torch.empty(3, device="meta")  # type: ignore[assignment]
-    net = sb.bayesianize(deepcopy(shell), sb.Ensemble(members=2, init="copies", jitter=0.1))
+    net = sb.bayesianize(
+        deepcopy(shell), sb.Ensemble(members=2, init="copies", jitter=0.1)
+    )
     sb.save(net, tmp_path / "net", base=True)
-    assert torch.equal(sb.sample(sb.load(shell, tmp_path / "net"), X), sb.sample(net, X))
+    assert torch.equal(
+        sb.sample(sb.load(shell, tmp_path / "net"), X), sb.sample(net, X)
+    )

@@ -57,11 +57,18 @@ def new_name(net: Any, x: Tensor) -> Tensor:
     return net.b(net.a(x) * net.made)
 
 
-@pytest.mark.parametrize("config", [sb.MeanField(scale_init=0.2), sb.BatchEnsemble(members=3), sb.Rank1(members=3)])
-@pytest.mark.parametrize(("run", "kept"), [(product, None), (prompt, {}), (new_name, ())])
+@pytest.mark.parametrize(
+    "config",
+    [sb.MeanField(scale_init=0.2), sb.BatchEnsemble(members=3), sb.Rank1(members=3)],
+)
+@pytest.mark.parametrize(
+    ("run", "kept"), [(product, None), (prompt, {}), (new_name, ())]
+)
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 @torch.no_grad()
-def test_what_was_computed_from_drawn_weights_is_not_kept_for_the_next_draw(config: Any, run: Any, kept: Any) -> None:
+def test_what_was_computed_from_drawn_weights_is_not_kept_for_the_next_draw(
+    config: Any, run: Any, kept: Any
+) -> None:
     net = sb.bayesianize(Net(run, kept=kept), config).eval()
     for seed in range(2):
         with sb.frozen(net, draws=draws_of(net), seed=seed):
@@ -69,11 +76,16 @@ def test_what_was_computed_from_drawn_weights_is_not_kept_for_the_next_draw(conf
             for fold in ("auto", False):
                 torch.testing.assert_close(sb.sample(net, X, fold=fold), wanted)
             assert_rows_of_draws(net(X), list(wanted), 0)
-        torch.testing.assert_close(sb.predict(net, X, draws=draws_of(net), seed=seed).samples, wanted.softmax(-1))
+        torch.testing.assert_close(
+            sb.predict(net, X, draws=draws_of(net), seed=seed).samples,
+            wanted.softmax(-1),
+        )
     net(X)
     assert net.kept == kept and not hasattr(net, "made") and wanted.std(0).min() > 0
     sb.debayesianize(net)(X)
-    assert net.kept is not None and not any("_slimbayes" in name for name in net.__dict__)
+    assert net.kept is not None and not any(
+        "_slimbayes" in name for name in net.__dict__
+    )
 
 
 def test_what_was_computed_from_inputs_is_kept() -> None:
@@ -90,7 +102,10 @@ def test_what_was_computed_from_inputs_is_kept() -> None:
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 @torch.no_grad()
 def test_steps_of_rows_that_run_one_by_one_are_no_rows(config: Any) -> None:
-    net, x = Net(lambda net, x: torch.stack([net.b(net.a(row).tanh()) for row in x])), torch.randn(4, 5, 4)
+    net, x = (
+        Net(lambda net, x: torch.stack([net.b(net.a(row).tanh()) for row in x])),
+        torch.randn(4, 5, 4),
+    )
     net = sb.bayesianize(net, config).eval()
     with sb.frozen(net):
         wanted = [sb.write_out(net, j)(x) for j in range(3)]
@@ -120,7 +135,9 @@ def test_members_do_not_cut_sequences_to_the_longest_of_their_rows(run: Any) -> 
 
 
 @pytest.mark.parametrize("config", [sb.MeanField(), sb.BatchEnsemble(members=3)])
-def test_layers_are_pruned_after_their_conversion_and_pruning_made_permanent(config: Any) -> None:
+def test_layers_are_pruned_after_their_conversion_and_pruning_made_permanent(
+    config: Any,
+) -> None:
     net = sb.bayesianize(Net(lambda net, x: net.b(net.a(x).tanh())), config).eval()
     for layer in (net.a, net.b):
         prune.l1_unstructured(layer, "weight", amount=0.5)
@@ -133,7 +150,10 @@ def test_layers_are_pruned_after_their_conversion_and_pruning_made_permanent(con
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
 def test_scripted_parts_are_left_alone() -> None:
-    net = Net(lambda net, x: net.b(net.part(x)), part=torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.Tanh())))
+    net = Net(
+        lambda net, x: net.b(net.part(x)),
+        part=torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.Tanh())),
+    )
     with pytest.raises(ValueError, match="found none"):
         sb.bayesianize(net, sb.MCDropout())
     net = sb.bayesianize(net, sb.BatchEnsemble(members=3), include="b").eval()
@@ -173,7 +193,9 @@ def follow(net: Any, x: Tensor) -> Tensor:
     """A target network follows another at each call, as in contrastive learning."""
     if net.training:
         with torch.no_grad():
-            for own, other in zip(net.target.parameters(), net.a.parameters(), strict=True):
+            for own, other in zip(
+                net.target.parameters(), net.a.parameters(), strict=True
+            ):
                 net.write(own, other)
     return net.b(net.a(x) + net.target(x))
 
@@ -189,12 +211,21 @@ def follow(net: Any, x: Tensor) -> Tensor:
         ],
     ),
 )
-def test_trials_leave_parameters_that_a_forward_writes_to_as_they_were(config: Any, write: Any) -> None:
-    net = sb.bayesianize(Net(follow, target=nn.Linear(4, 8), write=write), config).train()
-    kept, wanted = net.target.weight.data, 0.5 * (net.target.weight + net.a.weight).detach()
+def test_trials_leave_parameters_that_a_forward_writes_to_as_they_were(
+    config: Any, write: Any
+) -> None:
+    net = sb.bayesianize(
+        Net(follow, target=nn.Linear(4, 8), write=write), config
+    ).train()
+    kept, wanted = (
+        net.target.weight.data,
+        0.5 * (net.target.weight + net.a.weight).detach(),
+    )
     kept_before = kept.clone()
     sb.sample(net, X)
-    torch.testing.assert_close(net.target.weight.detach(), wanted)  # once, not by each run of the proof
+    torch.testing.assert_close(
+        net.target.weight.detach(), wanted
+    )  # once, not by each run of the proof
     if net.target.weight.data_ptr() != kept.data_ptr():
         torch.testing.assert_close(kept, kept_before)
 
@@ -210,10 +241,18 @@ class Tied(nn.Module):
 
 
 def test_tied_layers_that_are_converted_apart_are_told() -> None:
-    sb.bayesianize(Tied(), {"read": sb.MeanField(), "write": sb.BatchEnsemble(members=2)})(X)  # in one call: one draw
+    sb.bayesianize(
+        Tied(), {"read": sb.MeanField(), "write": sb.BatchEnsemble(members=2)}
+    )(X)  # in one call: one draw
     net = Tied()
-    sb.bayesianize(net.read, sb.MeanField()), sb.bayesianize(net.write, sb.BatchEnsemble(members=2))
-    with pytest.warns(sb.SlimbayesWarning, match="have one weight, but were converted in different calls"):
+    (
+        sb.bayesianize(net.read, sb.MeanField()),
+        sb.bayesianize(net.write, sb.BatchEnsemble(members=2)),
+    )
+    with pytest.warns(
+        sb.SlimbayesWarning,
+        match="have one weight, but were converted in different calls",
+    ):
         sb.sample(net, X)
 
 
@@ -230,21 +269,33 @@ def test_weights_that_a_model_keeps_in_a_list_are_told_to_be_as_they_were() -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "fold"),
-    each([sb.MeanField(estimator="local"), sb.MCDropout(), sb.DropConnect(), sb.Rank1()], ["auto", False]),
+    each(
+        [sb.MeanField(estimator="local"), sb.MCDropout(), sb.DropConnect(), sb.Rank1()],
+        ["auto", False],
+    ),
 )
-def test_what_is_drawn_late_from_a_seed_is_the_same_when_it_is_recomputed(config: Any, fold: Any) -> None:
+def test_what_is_drawn_late_from_a_seed_is_the_same_when_it_is_recomputed(
+    config: Any, fold: Any
+) -> None:
     gradients = []
     for reentrant in (None, True, False):
 
         def run(net: Any, x: Tensor, how: Any = reentrant) -> Tensor:
             part = nn.Sequential(net.a, net.drop, nn.Tanh())
-            return net.b(part(x) if how is None else checkpoint(part, x, use_reentrant=how))
+            return net.b(
+                part(x) if how is None else checkpoint(part, x, use_reentrant=how)
+            )
 
         torch.manual_seed(0)
-        net, x = sb.bayesianize(Net(run, drop=nn.Dropout(0.5)), config), X.clone().requires_grad_()
+        net, x = (
+            sb.bayesianize(Net(run, drop=nn.Dropout(0.5)), config),
+            X.clone().requires_grad_(),
+        )
         out = sb.sample(net, x, draws=3, seed=5, fold=fold)
         (out * torch.arange(1.0, out.numel() + 1).view(out.shape)).sum().backward()
-        gradients.append([x.grad, *(p.grad for p in net.parameters() if p.grad is not None)])
+        gradients.append(
+            [x.grad, *(p.grad for p in net.parameters() if p.grad is not None)]
+        )
     for found in gradients[1:]:
         torch.testing.assert_close(found, gradients[0])
 
@@ -252,9 +303,18 @@ def test_what_is_drawn_late_from_a_seed_is_the_same_when_it_is_recomputed(config
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 @pytest.mark.parametrize(
     ("config", "ready"),
-    each([*MEMBERS, sb.MeanField(scale_init=0.2), sb.MCDropout(rate=0.5, before="output")], [False, True]),
+    each(
+        [
+            *MEMBERS,
+            sb.MeanField(scale_init=0.2),
+            sb.MCDropout(rate=0.5, before="output"),
+        ],
+        [False, True],
+    ),
 )
-def test_models_that_take_derivatives_in_their_forward_are_folded_and_predict(config: Any, ready: bool) -> None:
+def test_models_that_take_derivatives_in_their_forward_are_folded_and_predict(
+    config: Any, ready: bool
+) -> None:
     def forces(net: Any, x: Tensor) -> Tensor:
         with torch.set_grad_enabled(ready or torch.is_grad_enabled()):
             x = x.requires_grad_()
@@ -265,7 +325,9 @@ def test_models_that_take_derivatives_in_their_forward_are_folded_and_predict(co
     with sb.frozen(net, draws=draws_of(net), seed=0):
         wanted = sb.sample(net, X.clone(), fold=False)
         torch.testing.assert_close(sb.sample(net, X.clone(), fold=True), wanted)
-    found = sb.predict(net, X.clone(), draws=draws_of(net), seed=0, likelihood="gaussian", scale=1.0).samples
+    found = sb.predict(
+        net, X.clone(), draws=draws_of(net), seed=0, likelihood="gaussian", scale=1.0
+    ).samples
     torch.testing.assert_close(found, wanted)
     assert not found.requires_grad and wanted.std(0).max() > 0
     sb.sample(net.train(), X.clone(), draws=draws_of(net)).square().sum().backward()
@@ -274,8 +336,13 @@ def test_models_that_take_derivatives_in_their_forward_are_folded_and_predict(co
 
 @torch.no_grad()
 def test_points_with_as_many_coordinates_as_there_are_rows_are_no_rows() -> None:
-    def run(net: Any, x: Tensor, more: Tensor, places: Tensor, others: Tensor) -> Tensor:
-        return net.b(net.a(x + more) * places.sin().sum() + others.cos().sum(1, keepdim=True).mean())
+    def run(
+        net: Any, x: Tensor, more: Tensor, places: Tensor, others: Tensor
+    ) -> Tensor:
+        return net.b(
+            net.a(x + more) * places.sin().sum()
+            + others.cos().sum(1, keepdim=True).mean()
+        )
 
     net = sb.bayesianize(Net(run), sb.BatchEnsemble(members=3)).eval()
     inputs = X[:3], X[:3].sin(), torch.randn(7, 3), torch.randn(6, 3)
@@ -288,17 +355,21 @@ def test_points_with_as_many_coordinates_as_there_are_rows_are_no_rows() -> None
 @torch.no_grad()
 def test_parts_made_by_fx_stay_and_the_rest_is_converted(config: Any) -> None:
     part = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-    net = sb.bayesianize(Net(lambda net, x: net.b(net.a(net.part(x))), part=part), config).eval()
+    net = sb.bayesianize(
+        Net(lambda net, x: net.b(net.a(net.part(x))), part=part), config
+    ).eval()
     with sb.frozen(net, draws=draws_of(net), seed=0):
         wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
         torch.testing.assert_close(sb.sample(net, X), wanted)
     assert wanted.std(0).min() > 0
     if not isinstance(config, sb.Ensemble):
-        assert "a module of torch.fx, which cannot be changed" in str(sb.summary(net)) and "part.0" not in str(
+        assert "a module of torch.fx, which cannot be changed" in str(
             sb.summary(net)
-        )
+        ) and "part.0" not in str(sb.summary(net))
         with pytest.raises(ValueError, match="a module of torch.fx"):
-            sb.bayesianize(Net(lambda net, x: net.part(x), part=part), config, include="part")
+            sb.bayesianize(
+                Net(lambda net, x: net.part(x), part=part), config, include="part"
+            )
 
 
 class Wired(nn.Module):
@@ -306,21 +377,36 @@ class Wired(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.w, self.v = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.w, self.v = (
+            nn.Parameter(torch.randn(4, 4)),
+            nn.Parameter(torch.randn(4, 4)),
+        )
         self.params = {"w": self.w}
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.params["w"] @ self.v
 
 
-@pytest.mark.parametrize("config", [sb.MeanField(), sb.BatchEnsemble(members=3), sb.Rank1()])
-def test_weights_that_a_layer_reads_from_a_dict_of_its_own_are_told(config: Any) -> None:
+@pytest.mark.parametrize(
+    "config", [sb.MeanField(), sb.BatchEnsemble(members=3), sb.Rank1()]
+)
+def test_weights_that_a_layer_reads_from_a_dict_of_its_own_are_told(
+    config: Any,
+) -> None:
     net = sb.bayesianize(nn.Sequential(Wired(), nn.Linear(4, 3)), config)
-    with pytest.warns(UserWarning, match=r"never called: 0\.w\. 0\.w was not read as an attribute of its layer"):
+    with pytest.warns(
+        UserWarning,
+        match=r"never called: 0\.w\. 0\.w was not read as an attribute of its layer",
+    ):
         sb.sample(net, X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sb.sample(sb.bayesianize(Remembers(), config), X, torch.ones(5, 1, dtype=torch.bool), fold=False)
+        sb.sample(
+            sb.bayesianize(Remembers(), config),
+            X,
+            torch.ones(5, 1, dtype=torch.bool),
+            fold=False,
+        )
 
 
 def charge(net: Any, x: Tensor) -> Tensor:
@@ -330,17 +416,25 @@ def charge(net: Any, x: Tensor) -> Tensor:
     return net.b((net.charge > 1).to(x))
 
 
-@pytest.mark.parametrize("config", [sb.MeanField(scale_init=0.3), sb.BatchEnsemble(members=2)])
+@pytest.mark.parametrize(
+    "config", [sb.MeanField(scale_init=0.3), sb.BatchEnsemble(members=2)]
+)
 @torch.no_grad()
-def test_states_that_show_only_after_some_calls_are_those_of_one_draw(config: Any) -> None:
+def test_states_that_show_only_after_some_calls_are_those_of_one_draw(
+    config: Any,
+) -> None:
     net = sb.bayesianize(Net(charge, charge=None), config)
     with sb.frozen(net, draws=2):
         plain = [sb.write_out(net, j) for j in range(sb.members(net) * 2)]
-        with pytest.warns(UserWarning, match="it keeps 'charge' from one call for the next"):
+        with pytest.warns(
+            UserWarning, match="it keeps 'charge' from one call for the next"
+        ):
             sb.sample(net, X)
         [one(X) for one in plain]
         for _ in range(30):
-            torch.testing.assert_close(sb.sample(net, X), torch.stack([one(X) for one in plain]))
+            torch.testing.assert_close(
+                sb.sample(net, X), torch.stack([one(X) for one in plain])
+            )
     assert net.charge.shape == (5, 8) and net.charge.max() > 1
 
 
@@ -356,7 +450,9 @@ def freely(net: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("config", [sb.MeanField(scale_init=0.2), *MEMBERS])
 @torch.no_grad()
-def test_random_numbers_that_a_model_seeds_itself_are_those_of_each_draw(config: Any) -> None:
+def test_random_numbers_that_a_model_seeds_itself_are_those_of_each_draw(
+    config: Any,
+) -> None:
     net = sb.bayesianize(Net(seeded), config)
     with sb.frozen(net, draws=draws_of(net)):
         wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
@@ -366,7 +462,9 @@ def test_random_numbers_that_a_model_seeds_itself_are_those_of_each_draw(config:
 
 
 @pytest.mark.parametrize("config", [sb.MeanField(), *MEMBERS])
-def test_tensors_of_a_graph_that_a_model_keeps_do_not_keep_it_from_being_copied(config: Any) -> None:
+def test_tensors_of_a_graph_that_a_model_keeps_do_not_keep_it_from_being_copied(
+    config: Any,
+) -> None:
     def run(net: Any, x: Tensor) -> Tensor:
         net.last = {"features": net.a(x)}
         return net.b(net.last["features"])
@@ -386,29 +484,42 @@ def test_errors_that_say_nothing_are_told_by_their_line() -> None:
             raise RuntimeError
         return net.b(net.a(x))
 
-    with pytest.warns(UserWarning, match="RuntimeError when every row came twice: in run: raise RuntimeError"):
+    with pytest.warns(
+        UserWarning,
+        match="RuntimeError when every row came twice: in run: raise RuntimeError",
+    ):
         sb.sample(sb.bayesianize(Net(run), sb.MeanField()), X, draws=2)
 
 
 def test_draws_of_weights_without_numbers_are_not_written_out() -> None:
     net = sb.bayesianize(nn.Linear(4, 3, bias=False), sb.MeanField())
     net._parameters["weight"] = nn.Parameter(torch.empty(3, 4, device="meta"))
-    with sb.frozen(net), pytest.raises(ValueError, match="or on the meta device, is no weight"):
+    with (
+        sb.frozen(net),
+        pytest.raises(ValueError, match="or on the meta device, is no weight"),
+    ):
         sb.write_out(net)
 
 
 def test_binary_targets_have_the_shape_that_they_had_in_training() -> None:
-    net, y = sb.bayesianize(nn.Linear(4, 1), sb.Rank1()), torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
+    net, y = (
+        sb.bayesianize(nn.Linear(4, 1), sb.Rank1()),
+        torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]),
+    )
     sb.bernoulli(sb.sample(net, X), y[:, None])
     prediction = sb.predict(net, X, likelihood="bernoulli")
     torch.testing.assert_close(prediction.log_prob(y[:, None]), prediction.log_prob(y))
-    with pytest.raises(ValueError, match=r"shape \(5,\) is needed for this prediction, got \(1, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"shape \(5,\) is needed for this prediction, got \(1, 5\)"
+    ):
         prediction.log_prob(y[None])
 
 
 def test_a_likelihood_that_is_a_function_is_refused_by_its_name() -> None:
     with pytest.raises(ValueError, match="did you mean 'gaussian'"):
-        sb.predict(sb.bayesianize(nn.Linear(4, 1), sb.Rank1()), X, likelihood=sb.gaussian)  # type: ignore[arg-type]
+        sb.predict(
+            sb.bayesianize(nn.Linear(4, 1), sb.Rank1()), X, likelihood=sb.gaussian
+        )  # type: ignore[arg-type]
 
 
 class Stored(nn.Module):
@@ -426,7 +537,9 @@ class Stored(nn.Module):
 def test_members_that_cannot_start_anew_are_told_to_be_alike(layer: nn.Module) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        net = sb.bayesianize(nn.Sequential(layer, nn.LayerNorm(3)), sb.Ensemble(members=2))
+        net = sb.bayesianize(
+            nn.Sequential(layer, nn.LayerNorm(3)), sb.Ensemble(members=2)
+        )
     one, other = sb.sample(net, X)
     told = any("are all alike" in str(w.message) for w in said)
     assert torch.equal(one, other) == told == isinstance(layer, Stored)
@@ -435,7 +548,10 @@ def test_members_that_cannot_start_anew_are_told_to_be_alike(layer: nn.Module) -
 @pytest.mark.parametrize("config", [sb.Ensemble(members=2), sb.MeanField()])
 def test_networks_that_have_not_met_an_input_are_told_to(config: Any) -> None:
     net = nn.Sequential(nn.LazyLinear(3))
-    with pytest.raises(ValueError, match="not initialised yet[:;] run one batch through the model first"):
+    with pytest.raises(
+        ValueError,
+        match="not initialised yet[:;] run one batch through the model first",
+    ):
         sb.bayesianize(net, config)
     net(X)
     assert sb.sample(sb.bayesianize(net, config), X, draws=2).shape[1:] == (5, 3)
@@ -446,24 +562,38 @@ class Attends(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, kdim=width, vdim=width, batch_first=True)
+        self.attention = nn.MultiheadAttention(
+            8, 2, kdim=width, vdim=width, batch_first=True
+        )
         self.packed = width == 8
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         own = self.attention
         bias = own.in_proj_bias.chunk(3)
         weights = (
-            own.in_proj_weight.chunk(3) if self.packed else (own.q_proj_weight, own.k_proj_weight, own.v_proj_weight)
+            own.in_proj_weight.chunk(3)
+            if self.packed
+            else (own.q_proj_weight, own.k_proj_weight, own.v_proj_weight)
         )
-        q, k, v = (F.linear(z, w, b) for z, w, b in zip((x, y, y), weights, bias, strict=True))
-        again = own.out_proj(F.scaled_dot_product_attention(q, k, v)) @ own.out_proj.weight
+        q, k, v = (
+            F.linear(z, w, b) for z, w, b in zip((x, y, y), weights, bias, strict=True)
+        )
+        again = (
+            own.out_proj(F.scaled_dot_product_attention(q, k, v)) @ own.out_proj.weight
+        )
         return again + own(x, y, y)[0] if self.training else again
 
 
 @pytest.mark.parametrize(
     ("config", "training", "width"),
     pairwise(
-        [sb.MeanField(scale_init=0.2), sb.BatchEnsemble(members=3), sb.Ensemble(members=3)], [True, False], [8, 5]
+        [
+            sb.MeanField(scale_init=0.2),
+            sb.BatchEnsemble(members=3),
+            sb.Ensemble(members=3),
+        ],
+        [True, False],
+        [8, 5],
     ),
 )
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")

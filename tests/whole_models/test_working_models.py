@@ -26,7 +26,9 @@ METHODS: dict[str, Any] = {
     "emp": sb.ModelPatch(components=3, jitter=0.5, patch=".*"),
     "k-tied": sb.KTied(rank=1),
     "ensemble": sb.Ensemble(members=3, init="copies", jitter=0.5),
-    "rank1-member": sb.Rank1(members=3, scale_init=0.3, mean_init=sb.Normal(1.0, 0.5), draws="member"),
+    "rank1-member": sb.Rank1(
+        members=3, scale_init=0.3, mean_init=sb.Normal(1.0, 0.5), draws="member"
+    ),
     "flipout": sb.MeanField(scale_init=0.2, estimator="flipout"),
 }
 
@@ -40,39 +42,76 @@ def recommended(rows: int, offsets: bool = True) -> tuple[Any, ...]:
 
 
 def graphs(rows: int) -> tuple[Any, ...]:
-    return torch.randn(3 * rows, 4), whole(3 * rows, 2, 4 * rows), torch.arange(rows).repeat_interleave(3)
+    return (
+        torch.randn(3 * rows, 4),
+        whole(3 * rows, 2, 4 * rows),
+        torch.arange(rows).repeat_interleave(3),
+    )
 
 
 def padded_ids(rows: int) -> tuple[Any, ...]:
-    return ((torch.randint(1, 15, (rows, 7)) * (torch.arange(7) < torch.randint(1, 8, (rows, 1)))),)
+    return (
+        (
+            torch.randint(1, 15, (rows, 7))
+            * (torch.arange(7) < torch.randint(1, 8, (rows, 1)))
+        ),
+    )
 
 
 def steps_of_replay(rows: int) -> tuple[Any, ...]:
-    return torch.randn(rows, 4), whole(2, rows), torch.randn(rows), torch.randn(rows, 4), whole(2, rows).float()
+    return (
+        torch.randn(rows, 4),
+        whole(2, rows),
+        torch.randn(rows),
+        torch.randn(rows, 4),
+        whole(2, rows).float(),
+    )
 
 
-Case = tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]], Any]  # what makes it, its inputs, output's rows
+Case = tuple[
+    Callable[[], nn.Module], Callable[[int], tuple[Any, ...]], Any
+]  # what makes it, its inputs, output's rows
 CASES: dict[str, Case] = {
     "recommender": (wm.Recommender, lambda n: recommended(n, False), 0),
     "recommender-offsets": (wm.Recommender, recommended, None),
     "multi-task": (wm.MultiTask, lambda n: ({"x": torch.randn(n, 5)},), 0),
-    "multi-task-loss": (wm.MultiTask, lambda n: ({"x": torch.randn(n, 5), "kind_target": whole(C, n)},), None),
+    "multi-task-loss": (
+        wm.MultiTask,
+        lambda n: ({"x": torch.randn(n, 5), "kind_target": whole(C, n)},),
+        None,
+    ),
     "translator": (wm.Translator, lambda n: (whole(12, n, 5), whole(10, n, 4)), 0),
     "unet": (wm.UNet, lambda n: (torch.randn(n, 1, 11, 9),), 0),
     "graph": (wm.GraphNet, graphs, None),
     "points": (wm.PointNet, lambda n: (torch.randn(n, 10, 3),), 0),
     "simclr": (wm.SimCLR, lambda n: (torch.randn(n, 5), torch.randn(n, 5)), None),
-    "simclr-loss": (wm.SimCLR, lambda n: (torch.randn(n, 5), torch.randn(n, 5), True), None),
+    "simclr-loss": (
+        wm.SimCLR,
+        lambda n: (torch.randn(n, 5), torch.randn(n, 5), True),
+        None,
+    ),
     "triplet": (wm.Triplet, lambda n: tuple(torch.randn(n, 5) for _ in range(3)), 0),
     "dqn": (wm.DQN, steps_of_replay, 0),
-    "denoiser": (wm.Denoiser, lambda n: (torch.randn(n, 1, 5, 5), whole(50, n), whole(C, n)), None),
+    "denoiser": (
+        wm.Denoiser,
+        lambda n: (torch.randn(n, 1, 5, 5), whole(50, n), whole(C, n)),
+        None,
+    ),
     "hyper": (wm.HyperNetwork, lambda n: (torch.randn(n, 4), torch.randn(n, 3)), 0),
-    "hyper-shared": (wm.SharedHyperNetwork, lambda n: (torch.randn(n, 4), torch.randn(3)), None),
+    "hyper-shared": (
+        wm.SharedHyperNetwork,
+        lambda n: (torch.randn(n, 4), torch.randn(3)),
+        None,
+    ),
     "ode": (wm.AdaptiveODE, lambda n: (torch.randn(n, 4) * 2,), None),
     "sorted": (wm.SortedLSTM, padded_ids, None),
     "experts": (wm.Experts, lambda n: (torch.randn(n, 5),), None),
     "experts-full": (lambda: wm.Experts(2), lambda n: (torch.randn(n, 5),), None),
-    "tabular": (wm.TabularTransformer, lambda n: (torch.randn(n, 3), torch.stack([whole(4, n), whole(7, n)], 1)), 0),
+    "tabular": (
+        wm.TabularTransformer,
+        lambda n: (torch.randn(n, 3), torch.stack([whole(4, n), whole(7, n)], 1)),
+        0,
+    ),
     "early-exit": (wm.EarlyExit, lambda n: (torch.randn(n, 5) * 2,), None),
 }
 PAIRS = list(zip(CASES, cycle(METHODS)))
@@ -99,25 +138,39 @@ def test_draws_are_written_out_models_batch_after_batch(name: str, method: str) 
             with sb.frozen(model, draws=draws):
                 plains = held(model, draws)
                 outputs, bare = sb.sample(model, *args), None
-                if not (training and name == "translator"):  # which tosses a coin at each call
+                if not (
+                    training and name == "translator"
+                ):  # which tosses a coin at each call
                     bare = model(*args)
             if bare is None:
                 continue
             expected = [leaves(plain(*args)) for plain in plains]
-            assert_equal(outputs, [torch.stack(parts) for parts in zip(*expected)], f"training={training}")
-            assert_rows_of_draws(bare, expected, 0 if training and name == "early-exit" else rows)
+            assert_equal(
+                outputs,
+                [torch.stack(parts) for parts in zip(*expected)],
+                f"training={training}",
+            )
+            assert_rows_of_draws(
+                bare, expected, 0 if training and name == "early-exit" else rows
+            )
             one_by_one = sb.sample(model, *args, draws=draws, seed=1, fold=False)
-            assert_equal(sb.sample(model, *args, draws=draws, seed=1), one_by_one, "another fold")
+            assert_equal(
+                sb.sample(model, *args, draws=draws, seed=1), one_by_one, "another fold"
+            )
 
 
-@pytest.mark.parametrize("name", ["tabular", "multi-task", "translator", "dqn", "hyper", "triplet"])
+@pytest.mark.parametrize(
+    "name", ["tabular", "multi-task", "translator", "dqn", "hyper", "triplet"]
+)
 @torch.no_grad()
 def test_rows_that_are_left_alone_fold_without_a_word(name: str) -> None:
     make, inputs, _ = CASES[name]
     model = converted(make, "batch-ensemble")
     args = inputs(B)
     sb.sample(model, *args, seed=1, fold=True)
-    sb.sample(model.train(), *args, seed=1, fold=True)  # the translator's coin is the same for all its trials
+    sb.sample(
+        model.train(), *args, seed=1, fold=True
+    )  # the translator's coin is the same for all its trials
 
 
 # State between calls --------------------------------------------------------------------------------------------------
@@ -148,7 +201,10 @@ def test_locating_rows_leaves_nothing_in_a_model(method: str) -> None:
     out = sb.sample(model, x, seed=0)
     assert random.random() == expected
     calls = {p: m for p, m in model.named_modules() if isinstance(m, Rebinds)}
-    assert all(m.count <= 1 and len(m.seen) == m.count for m in calls.values()) and model.count == 1
+    assert (
+        all(m.count <= 1 and len(m.seen) == m.count for m in calls.values())
+        and model.count == 1
+    )
     if method != "ensemble":
         assert_equal(model.memory, 0.1 * out.flatten(0, 1).mean(0).detach())
 
@@ -157,23 +213,36 @@ def test_locating_rows_leaves_nothing_in_a_model(method: str) -> None:
 @pytest.mark.parametrize(
     ("method", "make"),
     each(
-        ["batch-ensemble", "rank1-example", "mean-field", "emp", "ensemble"], [wm.Remembering, wm.Queue, wm.Prototypes]
+        ["batch-ensemble", "rank1-example", "mean-field", "emp", "ensemble"],
+        [wm.Remembering, wm.Queue, wm.Prototypes],
     ),
 )
 @torch.no_grad()
-def test_draws_that_keep_something_between_calls_keep_it_apart(make: Any, method: str) -> None:
+def test_draws_that_keep_something_between_calls_keep_it_apart(
+    make: Any, method: str
+) -> None:
     model = converted(make, method)
-    with warnings.catch_warnings(record=True) as said, sb.frozen(model, draws=3 // sb.members(model)):
+    with (
+        warnings.catch_warnings(record=True) as said,
+        sb.frozen(model, draws=3 // sb.members(model)),
+    ):
         warnings.simplefilter("always")
         plains = held(model, 3 // sb.members(model))
         for _ in range(3):
             x = torch.randn(B, 4)
-            assert_equal(sb.sample(model, x), torch.stack([plain(x) for plain in plains]))
+            assert_equal(
+                sb.sample(model, x), torch.stack([plain(x) for plain in plains])
+            )
     assert sum("draw by draw" in str(w.message) for w in said) == 1
-    with sb.frozen(model, draws=3 // sb.members(model)):  # one after another without being told by a proof
+    with sb.frozen(
+        model, draws=3 // sb.members(model)
+    ):  # one after another without being told by a proof
         plains = held(model, 3 // sb.members(model))
         for _ in range(2):
-            assert_equal(sb.sample(model, x, fold=False), torch.stack([plain(x) for plain in plains]))
+            assert_equal(
+                sb.sample(model, x, fold=False),
+                torch.stack([plain(x) for plain in plains]),
+            )
 
 
 @torch.no_grad()
@@ -193,7 +262,11 @@ class Nested(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.cache, self.generator = nn.Linear(4, C), [{"mean": torch.zeros(C)}], torch.Generator()
+        self.a, self.cache, self.generator = (
+            nn.Linear(4, C),
+            [{"mean": torch.zeros(C)}],
+            torch.Generator(),
+        )
         self.without = torch.empty(3, device="meta")
         self.register_buffer("graph", torch.eye(C).to_sparse())
         self.register_buffer("room", torch.zeros(1))
@@ -208,16 +281,22 @@ class Nested(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:(?s).*keeps 'cache'")
 @torch.no_grad()
-def test_what_lies_within_containers_is_kept_apart_and_tensors_of_any_kind_are_taken() -> None:
+def test_what_lies_within_containers_is_kept_apart_and_tensors_of_any_kind_are_taken() -> (
+    None
+):
     model, x = sb.bayesianize(Nested(), sb.MeanField(scale_init=0.2)), torch.randn(B, 4)
     with sb.frozen(model, draws=3):
         plains = [sb.write_out(model, j) for j in range(3)]
         for _ in range(3):
-            assert_equal(sb.sample(model, x), torch.stack([plain(x) for plain in plains]))
+            assert_equal(
+                sb.sample(model, x), torch.stack([plain(x) for plain in plains])
+            )
     calls = torch.Generator()
     for _ in range(9):
         torch.rand(1, generator=calls)
-    assert torch.equal(model.generator.get_state(), calls.get_state())  # none by a trial
+    assert torch.equal(
+        model.generator.get_state(), calls.get_state()
+    )  # none by a trial
 
 
 def test_statistics_of_norms_are_shared_by_draws_one_by_one() -> None:
@@ -267,7 +346,9 @@ def test_a_branch_on_all_rows_is_seen_before_it_is_taken(reads: Any) -> None:
 @torch.no_grad()
 def test_a_look_for_what_is_no_number_keeps_rows_apart() -> None:
     def reads(confidence: Tensor) -> bool:
-        return bool(torch.isnan(confidence).any() or not torch.isfinite(confidence).all())
+        return bool(
+            torch.isnan(confidence).any() or not torch.isfinite(confidence).all()
+        )
 
     sb.sample(converted(sure_by(reads), "rank1-example"), torch.randn(B, 5), fold=True)
 
@@ -292,17 +373,24 @@ def test_distributions_that_look_at_their_parameters_keep_rows_apart() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             mean, log_scale = self.read(x).chunk(2, -1)
-            return self.write(torch.distributions.Normal(mean, log_scale.exp()).rsample())
+            return self.write(
+                torch.distributions.Normal(mean, log_scale.exp()).rsample()
+            )
 
     model = sb.bayesianize(Draws(), sb.Rank1(members=3))
     assert sb.sample(model, torch.randn(B, 4), fold=True).shape == (3, B, 4)
-    with pytest.raises(ValueError, match="constraint"):  # outside of trials they look as before
+    with pytest.raises(
+        ValueError, match="constraint"
+    ):  # outside of trials they look as before
         torch.distributions.Normal(torch.zeros(2), -torch.ones(2))
 
 
 @pytest.mark.usefixtures("validating")
 def test_trials_of_several_threads_leave_distributions_as_they_were() -> None:
-    first, second = without_validation(), without_validation()  # one thread begins before, and ends before, another
+    first, second = (
+        without_validation(),
+        without_validation(),
+    )  # one thread begins before, and ends before, another
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -325,7 +413,9 @@ def test_training_that_goes_another_way_is_found_out_within_a_few_calls() -> Non
             return self.after(h - h.mean(0) if float(x.max()) > 10 else h)
 
     torch.manual_seed(0)
-    net = sb.bayesianize(Full().train(), sb.Rank1(members=2, mean_init=sb.Normal(1.0, 0.5)))
+    net = sb.bayesianize(
+        Full().train(), sb.Rank1(members=2, mean_init=sb.Normal(1.0, 0.5))
+    )
     small, large = torch.randn(4, 3), 20 + torch.randn(4, 3)
     sb.sample(net, small, seed=0)
     with warnings.catch_warnings(record=True) as said:
@@ -333,4 +423,6 @@ def test_training_that_goes_another_way_is_found_out_within_a_few_calls() -> Non
         for _ in range(3):
             sb.sample(net, large, seed=0)
     assert sum("looked again" in str(w.message) for w in said) == 1
-    assert_equal(sb.sample(net, large, seed=0), sb.sample(net, large, seed=0, fold=False))
+    assert_equal(
+        sb.sample(net, large, seed=0), sb.sample(net, large, seed=0, fold=False)
+    )

@@ -39,9 +39,13 @@ if TYPE_CHECKING:
 else:
     other = "lightning" in sys.modules or not find_spec("pytorch_lightning")
     try:
-        LightningModule = import_module("lightning.pytorch" if other else "pytorch_lightning").LightningModule
+        LightningModule = import_module(
+            "lightning.pytorch" if other else "pytorch_lightning"
+        ).LightningModule
     except ModuleNotFoundError as error:
-        raise ImportError('slimbayes.contrib.lightning needs Lightning: pip install "slimbayes[lab]"') from error
+        raise ImportError(
+            'slimbayes.contrib.lightning needs Lightning: pip install "slimbayes[lab]"'
+        ) from error
 
 Optimizers = Callable[[list[dict[str, Any]]], Any]
 
@@ -99,30 +103,48 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         conversions_of(model)  # says what to do if it is not converted
         self.meaning = likelihood_named(likelihood)
         if not num_data > 0:
-            raise ValueError(f"num_data must be the size of the training set, at least 1, got {num_data!r}.")
+            raise ValueError(
+                f"num_data must be the size of the training set, at least 1, got {num_data!r}."
+            )
         self.model, self.num_data, self.likelihood = model, num_data, likelihood
         self.draws, self.predict_draws = draws, predict_draws
         self.optimizer, self.weight_decay = optimizer, weight_decay
         self.kl_schedule = kl_schedule or schedules.constant()
-        self.form, self.noise, self.seed, self.temperature = form, noise, seed, temperature
-        self.scores = nn.ModuleDict({stage: nn.ModuleDict(self._metrics()) for stage in ("val", "test")})
+        self.form, self.noise, self.seed, self.temperature = (
+            form,
+            noise,
+            seed,
+            temperature,
+        )
+        self.scores = nn.ModuleDict(
+            {stage: nn.ModuleDict(self._metrics()) for stage in ("val", "test")}
+        )
 
     def _metrics(self) -> dict[str, nn.Module]:
         if self.meaning.discrete:
             found = {"nll": metrics.NLL(), "accuracy": metrics.Accuracy()}
-            return {**found, "brier": metrics.Brier(), "ece": metrics.ECE(), "soft": metrics.SoftLabelNLL()}
+            return {
+                **found,
+                "brier": metrics.Brier(),
+                "ece": metrics.ECE(),
+                "soft": metrics.SoftLabelNLL(),
+            }
         return {"rmse": metrics.RMSE(), "lpd": metrics.LPD(), "crps": metrics.CRPS()}
 
     def forward(self, x: Any) -> Any:
         """Outputs (S, B, ...) of the model under S = members x draws draws."""
         if isinstance(x, Mapping):
             return sample(self.model, draws=self.draws, **x)
-        return sample(self.model, *(x if isinstance(x, tuple | list) else (x,)), draws=self.draws)
+        return sample(
+            self.model, *(x if isinstance(x, tuple | list) else (x,)), draws=self.draws
+        )
 
     def terms(self, x: Any, y: Tensor, kl_weight: float = 1.0) -> ELBO:
         """Loss, nll and kl of a batch."""
         nll = self.meaning.nll(find_output(self(x)), y, self.form, self.noise)
-        return elbo(nll, self.model, self.num_data, kl_weight, temperature=self.temperature)
+        return elbo(
+            nll, self.model, self.num_data, kl_weight, temperature=self.temperature
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.seed is not None:
@@ -130,9 +152,18 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         x, y = batch
         terms = self.terms(x, y, self.kl_schedule(self.global_step))
         for name in ("loss", "nll", "kl"):
-            self.log(name, getattr(terms, name).detach(), prog_bar=name == "loss", batch_size=len(y))
+            self.log(
+                name,
+                getattr(terms, name).detach(),
+                prog_bar=name == "loss",
+                batch_size=len(y),
+            )
         # Members of a deep ensemble each train as they would alone: their losses are summed.
-        return terms.loss * len(networks_of(self.model)) if self.form == "average" else terms.loss
+        return (
+            terms.loss * len(networks_of(self.model))
+            if self.form == "average"
+            else terms.loss
+        )
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._judge("val", batch)
@@ -147,7 +178,10 @@ class BayesModule(LightningModule):  # type: ignore[misc]
             y = y.squeeze(-1)  # as predictions are
         elif self.likelihood == "categorical" and bool((y == IGNORED).any()):
             kept = y != IGNORED
-            prediction, y = Prediction.from_outputs(prediction.log_probs[kept].unsqueeze(0)), y[kept]
+            prediction, y = (
+                Prediction.from_outputs(prediction.log_probs[kept].unsqueeze(0)),
+                y[kept],
+            )
             if not len(y):
                 return
         assert isinstance(scores, nn.ModuleDict)
@@ -159,16 +193,33 @@ class BayesModule(LightningModule):  # type: ignore[misc]
             metric.update(prediction, y)
             shown = "nll" if soft else name
             bar = shown in ("nll", "rmse")
-            self.log(f"{stage}_{shown}", metric, on_step=False, on_epoch=True, prog_bar=bar, batch_size=len(y))
+            self.log(
+                f"{stage}_{shown}",
+                metric,
+                on_step=False,
+                on_epoch=True,
+                prog_bar=bar,
+                batch_size=len(y),
+            )
 
-    def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Prediction:
+    def predict_step(
+        self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0
+    ) -> Prediction:
         """The prediction of a batch; of (inputs, targets) the targets are left alone."""
-        return self._predict(batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch)
+        return self._predict(
+            batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch
+        )
 
     def _predict(self, x: Any) -> Prediction:
         scale = 0.0 if self.meaning.discrete else self.noise
         inputs = tuple(x) if isinstance(x, list) else x
-        return predict(self.model, inputs, draws=self.predict_draws, likelihood=self.likelihood, scale=scale)
+        return predict(
+            self.model,
+            inputs,
+            draws=self.predict_draws,
+            likelihood=self.likelihood,
+            scale=scale,
+        )
 
     def configure_optimizers(self) -> Any:
         return self.optimizer(param_groups(self.model, self.weight_decay))

@@ -13,14 +13,24 @@ import torch
 from torch import nn
 
 from slimbayes.convert.plan import Decision, Selection, plan, refuse
-from slimbayes.convert.remarks import refuse_fixed_code, report_functional_dropout, report_members, report_signs
+from slimbayes.convert.remarks import (
+    refuse_fixed_code,
+    report_functional_dropout,
+    report_members,
+    report_signs,
+)
 from slimbayes.convert.trainable import Train, freeze, modules_to_save
 from slimbayes.engine.locate import unwrapped
 from slimbayes.engine.state import CACHED_NAMES
 from slimbayes.layers import class_for
 from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import OF_MEMBER_0, copied_class
-from slimbayes.layers.opening import Opens, class_before, open_passes, turn_off_fast_paths
+from slimbayes.layers.opening import (
+    Opens,
+    class_before,
+    open_passes,
+    turn_off_fast_paths,
+)
 from slimbayes.posteriors.configs.base import Config, SiteConfig
 from slimbayes.posteriors.configs.whole_modules import Ensemble
 from slimbayes.posteriors.ensemble import copies
@@ -35,11 +45,19 @@ class Conversion:
 
     decisions: list[Decision]
     batch_dim: int | None
-    patched: list[tuple[str, str, Any]] = field(default_factory=list)  # (module, attribute, former value)
-    saved: list[str] = field(default_factory=list)  # modules whose own state is saved with the posteriors
+    patched: list[tuple[str, str, Any]] = field(
+        default_factory=list
+    )  # (module, attribute, former value)
+    saved: list[str] = field(
+        default_factory=list
+    )  # modules whose own state is saved with the posteriors
     frozen: list[str] = field(default_factory=list)  # parameters that trained before
-    heads: list[str] = field(default_factory=list)  # modules that train beside the posteriors
-    noise_rule: tuple[float, ...] = NOISE_RULE  # by which a heteroscedastic head learned; () where a file does not say
+    heads: list[str] = field(
+        default_factory=list
+    )  # modules that train beside the posteriors
+    noise_rule: tuple[float, ...] = (
+        NOISE_RULE  # by which a heteroscedastic head learned; () where a file does not say
+    )
 
 
 def bayesianize(
@@ -101,7 +119,11 @@ def bayesianize(
     if strict:
         refuse(decisions)
     if not built and any(d.problem for d in decisions):
-        reasons = "; ".join(f"{d.name or '(the model itself)'} ({d.kind}): {d.reason}" for d in decisions if d.problem)
+        reasons = "; ".join(
+            f"{d.name or '(the model itself)'} ({d.kind}): {d.reason}"
+            for d in decisions
+            if d.problem
+        )
         raise ValueError(f"No layer would be converted. {reasons}.")
     try:
         for decision, layer, cls, posteriors in built:
@@ -117,7 +139,12 @@ def bayesianize(
             _restore(layer, posteriors)
         raise
     frozen = [] if train == "all" else freeze(model, heads)
-    _attach(model, Conversion(decisions, batch_dim, turn_off_fast_paths(model), saved, frozen, heads))
+    _attach(
+        model,
+        Conversion(
+            decisions, batch_dim, turn_off_fast_paths(model), saved, frozen, heads
+        ),
+    )
     open_passes(model)
     report_members(model)
     return model
@@ -137,7 +164,12 @@ def debayesianize(model: Model) -> Model:
             _restore(layer, layer.posterior)
         elif isinstance(layer, Opens):
             layer.__class__ = class_before(type(layer))
-        for kept in ("_slimbayes_tree", "_slimbayes_methods", OF_MEMBER_0, CACHED_NAMES):
+        for kept in (
+            "_slimbayes_tree",
+            "_slimbayes_methods",
+            OF_MEMBER_0,
+            CACHED_NAMES,
+        ):
             layer.__dict__.pop(kept, None)
         conversion: Conversion | None = layer.__dict__.pop("_slimbayes", None)
         if conversion is not None:
@@ -150,7 +182,9 @@ def debayesianize(model: Model) -> Model:
     return model
 
 
-def restate(said: Sequence[tuple[str, Conversion]], model: nn.Module, freezing: bool = True) -> None:
+def restate(
+    said: Sequence[tuple[str, Conversion]], model: nn.Module, freezing: bool = True
+) -> None:
     """Say of a model's new conversion what those that it replaces said beside their methods: where rows lie, what
     trains and is saved.
     """
@@ -158,14 +192,20 @@ def restate(said: Sequence[tuple[str, Conversion]], model: nn.Module, freezing: 
     for root, former in said:
         new.saved += [f"{root}.{name}".strip(".") for name in former.saved]
         new.heads += [f"{root}.{name}".strip(".") for name in former.heads]
-    new.batch_dim = next((c.batch_dim for _, c in said if c.batch_dim is not None), None)
+    new.batch_dim = next(
+        (c.batch_dim for _, c in said if c.batch_dim is not None), None
+    )
     if freezing and any(c.frozen for _, c in said):
         new.frozen = freeze(model, new.heads)
 
 
 def conversions_of(model: nn.Module) -> list[tuple[str, Conversion]]:
     """Every conversion under a model with the name of the module it was made on; refuses a model that has none."""
-    found = [(name, m.__dict__["_slimbayes"]) for name, m in model.named_modules() if "_slimbayes" in m.__dict__]
+    found = [
+        (name, m.__dict__["_slimbayes"])
+        for name, m in model.named_modules()
+        if "_slimbayes" in m.__dict__
+    ]
     if not found:
         raise ValueError(
             f"This {type(model).__name__} has not been converted. Call bayesianize(model, config) first; "
@@ -183,7 +223,9 @@ def decisions_of(model: nn.Module) -> Iterator[tuple[str, nn.Module | None, Deci
             yield name, modules.get(name), decision
 
 
-def _posteriors(decision: Decision, layer: nn.Module, device: torch.device) -> tuple[type[Converted], nn.ModuleDict]:
+def _posteriors(
+    decision: Decision, layer: nn.Module, device: torch.device
+) -> tuple[type[Converted], nn.ModuleDict]:
     """The class a layer gets, and posteriors of all its sites, on its device, in float32 at least.
 
     A site that a method cannot serve leaves the layer as it is, with the reason in the decision.
@@ -193,7 +235,9 @@ def _posteriors(decision: Decision, layer: nn.Module, device: torch.device) -> t
         members = copies(decision.config, layer)
         members.name = decision.name
         names = () if any(True for _ in layer.children()) else tuple(layer._parameters)
-        return copied_class(type(layer), names), nn.ModuleDict({"members": members}).train(layer.training)
+        return copied_class(type(layer), names), nn.ModuleDict(
+            {"members": members}
+        ).train(layer.training)
     cls = class_for(layer, decision.config.covers)
     assert cls is not None and isinstance(decision.config, SiteConfig)
     first = next(layer.parameters(), torch.empty(0, device=device))
@@ -211,16 +255,25 @@ def _posteriors(decision: Decision, layer: nn.Module, device: torch.device) -> t
     return cls, out.train(layer.training)
 
 
-def _share(decisions: Sequence[Decision], layers: Mapping[str, nn.Module], built: list[Any]) -> None:
+def _share(
+    decisions: Sequence[Decision], layers: Mapping[str, nn.Module], built: list[Any]
+) -> None:
     """Layers that are tied to another get its posterior: one draw and one KL for one weight."""
-    owners = {decision.name: (decision, posteriors) for decision, _, _, posteriors in built}
+    owners = {
+        decision.name: (decision, posteriors) for decision, _, _, posteriors in built
+    }
     for decision in decisions:
         if decision.tied is None or decision.config is None:
             continue
         if decision.tied not in owners or owners[decision.tied][0].config is None:
-            decision.stay(f"its weight is tied to {decision.tied}, which stays as it is")
+            decision.stay(
+                f"its weight is tied to {decision.tied}, which stays as it is"
+            )
             continue
-        owner, posterior = owners[decision.tied][0], next(iter(owners[decision.tied][1].values()))
+        owner, posterior = (
+            owners[decision.tied][0],
+            next(iter(owners[decision.tied][1].values())),
+        )
         layer = layers[decision.name]
         cls = class_for(layer, decision.config.covers)
         assert cls is not None
@@ -228,7 +281,10 @@ def _share(decisions: Sequence[Decision], layers: Mapping[str, nn.Module], built
         if posterior.oriented and first.out_dim != posterior.site.out_dim:
             # What scales the inputs of one scales the outputs of the other: the same factors are other weights.
             for d, other in ((owner, decision), (decision, owner)):
-                d.stay(f"its weight is tied to {other.name}, which has inputs for outputs: they share no factors", True)
+                d.stay(
+                    f"its weight is tied to {other.name}, which has inputs for outputs: they share no factors",
+                    True,
+                )
             continue
         posterior.blockwise = True  # type: ignore[assignment]
         built.append((decision, layer, cls, nn.ModuleDict({first.name: posterior})))
@@ -246,9 +302,13 @@ def _attach(model: nn.Module, new: Conversion) -> None:
     if former is not None:  # a second method on other layers of the same model
         redone = {d.name for d in new.decisions if d.config}
         kept = {d.name: d for d in former.decisions if d.name not in redone}
-        listed = {d.name for d in new.decisions}  # a converted dropout layer is not listed again
+        listed = {
+            d.name for d in new.decisions
+        }  # a converted dropout layer is not listed again
         order = {name: i for i, (name, _) in enumerate(model.named_modules())}
-        merged = [kept.get(d.name, d) for d in new.decisions] + [d for d in kept.values() if d.name not in listed]
+        merged = [kept.get(d.name, d) for d in new.decisions] + [
+            d for d in kept.values() if d.name not in listed
+        ]
         new.decisions = sorted(merged, key=lambda d: order.get(d.name, len(order)))
         new.patched = former.patched + new.patched
         new.saved, new.frozen = former.saved + new.saved, former.frozen + new.frozen

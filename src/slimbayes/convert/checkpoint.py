@@ -26,14 +26,26 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor, nn
 
-from slimbayes.convert.bayesianize import Model, bayesianize, conversions_of, debayesianize
+from slimbayes.convert.bayesianize import (
+    Model,
+    bayesianize,
+    conversions_of,
+    debayesianize,
+)
 from slimbayes.convert.plan import Selection
 from slimbayes.convert.remarks import report_unsaved
 from slimbayes.convert.summary import estimate_cost
 from slimbayes.convert.trainable import freeze, heads_among, is_saved_name
 from slimbayes.engine.locate import unwrapped
 from slimbayes.errors import SlimbayesWarning, cut
-from slimbayes.files import FORMAT, CheckpointError, as_json, find_folder, read_folder, write_folder
+from slimbayes.files import (
+    FORMAT,
+    CheckpointError,
+    as_json,
+    find_folder,
+    read_folder,
+    write_folder,
+)
 from slimbayes.layers.base import Converted
 from slimbayes.posteriors import config_from_dict
 from slimbayes.posteriors.configs.base import Config
@@ -42,7 +54,11 @@ from slimbayes.untrusted import check_form, parse_json
 
 _FORM: Any = {  # of config.json
     "conversions": [
-        {"module": str, "batch_dim": (int, type(None)), "groups": [{"config": {str: object}, "layers": [str]}]}
+        {
+            "module": str,
+            "batch_dim": (int, type(None)),
+            "groups": [{"config": {str: object}, "layers": [str]}],
+        }
     ],
     "base": {"shapes": {str: [int]}, "sha256": str},
 }
@@ -71,9 +87,19 @@ def save(model: nn.Module, path: str | os.PathLike[str], base: bool = False) -> 
     if sharded and dist.get_rank() != 0:
         dist.barrier()  # rank 0 writes; nobody goes on before the checkpoint is there
         return Path(path)
-    config = {"library": "slimbayes", "format": FORMAT, "conversions": _conversions(model), "base": _fingerprint(own)}
-    config["noise_rule"] = list(min(c.noise_rule for _, c in conversions_of(model)))  # () if one does not say
-    files = {"posterior.safetensors": dump_tensors(posterior), "config.json": as_json(config)}
+    config = {
+        "library": "slimbayes",
+        "format": FORMAT,
+        "conversions": _conversions(model),
+        "base": _fingerprint(own),
+    }
+    config["noise_rule"] = list(
+        min(c.noise_rule for _, c in conversions_of(model))
+    )  # () if one does not say
+    files = {
+        "posterior.safetensors": dump_tensors(posterior),
+        "config.json": as_json(config),
+    }
     if base:
         files["base.safetensors"] = dump_tensors(_untied(own))
     report_unsaved(model, base)
@@ -84,7 +110,11 @@ def save(model: nn.Module, path: str | os.PathLike[str], base: bool = False) -> 
             dist.barrier()
 
 
-def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weights", "structure"] = "weights") -> Model:
+def load(
+    model: Model,
+    path: str | os.PathLike[str],
+    check_base: Literal["weights", "structure"] = "weights",
+) -> Model:
     """Convert a plain base model as a checkpoint says and fill in its posterior; returns the same model.
 
     Args:
@@ -118,17 +148,32 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
             "load needs the plain base model, but this one is converted already. Call debayesianize first."
         )
     inside = is_saved_name(
-        model, [f"{c['module']}.{name}".strip(".") for c in config["conversions"] for name in c["saved"]]
+        model,
+        [
+            f"{c['module']}.{name}".strip(".")
+            for c in config["conversions"]
+            for name in c["saved"]
+        ],
     )
     own = {name: tensor for name, tensor in _state(model).items() if not inside(name)}
     weights = "base.safetensors" in files
     _check_base(config["base"], own, "structure" if weights else check_base)
-    posterior = _tensors(files["posterior.safetensors"], folder / "posterior.safetensors")
-    base = _tensors(files["base.safetensors"], folder / "base.safetensors") if weights else {}
+    posterior = _tensors(
+        files["posterior.safetensors"], folder / "posterior.safetensors"
+    )
+    base = (
+        _tensors(files["base.safetensors"], folder / "base.safetensors")
+        if weights
+        else {}
+    )
     if weights:  # of tied ones one will do
         filled = {own[name].data_ptr() for name in base.keys() & own.keys()}
-        needed = {n: t for n, t in own.items() if n in base or t.data_ptr() not in filled}
-        _check_same(base, _shapes(needed), f"{folder / 'base.safetensors'} does not fit")
+        needed = {
+            n: t for n, t in own.items() if n in base or t.data_ptr() not in filled
+        }
+        _check_same(
+            base, _shapes(needed), f"{folder / 'base.safetensors'} does not fit"
+        )
     _convert(model, config["conversions"], posterior, folder)
     for _, conversion in conversions_of(model):
         conversion.noise_rule = tuple(config["noise_rule"])
@@ -154,21 +199,37 @@ def read_config(data: bytes, file: Path) -> dict[str, Any]:
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
     """The tensors in a model's state, where modules may also keep what is none (`get_extra_state`)."""
-    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    return {
+        name: value
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor)
+    }
 
 
 def _saved(model: nn.Module) -> list[str]:
     """Names of the modules whose own state is saved with the posteriors."""
-    return [f"{root}.{name}".strip(".") for root, c in conversions_of(model) for name in c.saved]
+    return [
+        f"{root}.{name}".strip(".")
+        for root, c in conversions_of(model)
+        for name in c.saved
+    ]
 
 
 def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """State of the posteriors and of everything else."""
-    state = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in _state(model).items()}
+    state = {
+        n: t.full_tensor() if hasattr(t, "full_tensor") else t
+        for n, t in _state(model).items()
+    }
     # Members of an ensemble may have tied weights, which safetensors wants apart.
     inside = is_saved_name(model, _saved(model))
     posterior = {n: t.detach().cpu() for n, t in state.items() if inside(n)}
-    for name, tensor in posterior.items():  # in half precision, where it holds all numbers: loading widens them again
+    for (
+        name,
+        tensor,
+    ) in (
+        posterior.items()
+    ):  # in half precision, where it holds all numbers: loading widens them again
         short = tensor.half() if tensor.dtype == torch.float32 else tensor
         kept = short if torch.equal(short.to(tensor.dtype), tensor) else tensor
         posterior[name] = kept.clone(memory_format=torch.contiguous_format)
@@ -179,7 +240,10 @@ def _untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors that share memory once each: safetensors refuses aliases, and loading one fills them all."""
     seen: dict[tuple[int, tuple[int, ...]], str] = {}
     for name, tensor in state.items():
-        seen.setdefault((tensor.data_ptr() if tensor.numel() else hash(name), tuple(tensor.shape)), name)
+        seen.setdefault(
+            (tensor.data_ptr() if tensor.numel() else hash(name), tuple(tensor.shape)),
+            name,
+        )
     return {name: state[name].detach().cpu().contiguous() for name in seen.values()}
 
 
@@ -190,10 +254,19 @@ def _conversions(model: nn.Module) -> list[dict[str, Any]]:
         groups: dict[str, dict[str, Any]] = {}
         root = model.get_submodule(name)
         for d in conversion.decisions:
-            if d.config is not None and isinstance(dict(root.named_modules()).get(d.name), Converted):
-                group = groups.setdefault(json.dumps(d.config.to_dict()), {"config": d.config.to_dict(), "layers": []})
+            if d.config is not None and isinstance(
+                dict(root.named_modules()).get(d.name), Converted
+            ):
+                group = groups.setdefault(
+                    json.dumps(d.config.to_dict()),
+                    {"config": d.config.to_dict(), "layers": []},
+                )
                 group["layers"].append(d.name)
-        record = {"module": name, "batch_dim": conversion.batch_dim, "groups": list(groups.values())}
+        record = {
+            "module": name,
+            "batch_dim": conversion.batch_dim,
+            "groups": list(groups.values()),
+        }
         # Only where there is anything to say: checkpoints of models that train as a whole stay as they were.
         saved = {"saved": conversion.saved} if conversion.saved else {}
         if conversion.heads != heads_among(root, conversion.saved):
@@ -202,37 +275,79 @@ def _conversions(model: nn.Module) -> list[dict[str, Any]]:
     return out
 
 
-def _convert(model: nn.Module, conversions: list[dict[str, Any]], posterior: dict[str, Tensor], folder: Path) -> None:
+def _convert(
+    model: nn.Module,
+    conversions: list[dict[str, Any]],
+    posterior: dict[str, Tensor],
+    folder: Path,
+) -> None:
     """Convert each module as recorded; on any misfit put the model back and say what it was."""
-    room = sum(t.numel() for t in posterior.values())  # numbers in the file that no conversion so far has asked for
+    room = sum(
+        t.numel() for t in posterior.values()
+    )  # numbers in the file that no conversion so far has asked for
     try:
         for record in conversions:
             module = model.get_submodule(record["module"])
-            for group in record["groups"] or [{"config": {"kind": "Deterministic"}, "layers": []}]:
+            for group in record["groups"] or [
+                {"config": {"kind": "Deterministic"}, "layers": []}
+            ]:
                 config = config_from_dict(group["config"])
                 wanted = set(group["layers"])
-                include = (lambda name, layer, wanted=wanted: name in wanted) if wanted else None
+                include = (
+                    (lambda name, layer, wanted=wanted: name in wanted)
+                    if wanted
+                    else None
+                )
                 room = _room_after(room, module, config, include, folder)
-                with warnings.catch_warnings(action="ignore", category=SlimbayesWarning):  # starts do not matter
-                    bayesianize(module, config, include=include, batch_dim=record["batch_dim"])
+                with warnings.catch_warnings(
+                    action="ignore", category=SlimbayesWarning
+                ):  # starts do not matter
+                    bayesianize(
+                        module, config, include=include, batch_dim=record["batch_dim"]
+                    )
             conversion = module.__dict__["_slimbayes"]
             conversion.saved = record["saved"]
             conversion.heads = record.get("heads", heads_among(module, record["saved"]))
-            conversion.frozen = freeze(module, conversion.heads) if record["frozen"] else []
+            conversion.frozen = (
+                freeze(module, conversion.heads) if record["frozen"] else []
+            )
         inside = is_saved_name(model, _saved(model))
-        needed = {name: tensor for name, tensor in _state(model).items() if inside(name)}
-        _check_same(posterior, _shapes(needed), f"{folder / 'posterior.safetensors'} does not fit")
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
+        needed = {
+            name: tensor for name, tensor in _state(model).items() if inside(name)
+        }
+        _check_same(
+            posterior,
+            _shapes(needed),
+            f"{folder / 'posterior.safetensors'} does not fit",
+        )
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
         debayesianize(model)
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{folder}: the checkpoint does not fit this model. {cut(str(error))}") from error
+        raise CheckpointError(
+            f"{folder}: the checkpoint does not fit this model. {cut(str(error))}"
+        ) from error
 
 
-def _room_after(room: int, module: nn.Module, config: Config, include: Selection, folder: Path) -> int:
+def _room_after(
+    room: int, module: nn.Module, config: Config, include: Selection, folder: Path
+) -> int:
     """Numbers left in the file beside those a conversion needs; too few are refused before any is allocated."""
-    copies = max(config.members, getattr(config, "components", 1)) - 1  # each has one number at least
-    needed = estimate_cost(module, config, include).extra_parameters if copies <= room else copies
+    copies = (
+        max(config.members, getattr(config, "components", 1)) - 1
+    )  # each has one number at least
+    needed = (
+        estimate_cost(module, config, include).extra_parameters
+        if copies <= room
+        else copies
+    )
     if needed > room:
         raise CheckpointError(
             f"{folder / 'config.json'} asks for {type(config).__name__} with {needed:,} numbers or more, "
@@ -245,13 +360,22 @@ def _shapes(state: dict[str, Tensor]) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in sorted(state.items())}
 
 
-def _check_same(here: dict[str, Tensor], wanted: dict[str, list[int]], problem: str) -> None:
+def _check_same(
+    here: dict[str, Tensor], wanted: dict[str, list[int]], problem: str
+) -> None:
     """Refuse tensors of other names or shapes than are wanted."""
     shapes = _shapes(here)
     faults = [f"it lacks {n}" for n in sorted(wanted.keys() - shapes.keys())]
-    faults += [f"it has {n}, which is not wanted" for n in sorted(shapes.keys() - wanted.keys())]
+    faults += [
+        f"it has {n}, which is not wanted"
+        for n in sorted(shapes.keys() - wanted.keys())
+    ]
     both = sorted(shapes.keys() & wanted.keys())
-    faults += [f"{n} is {shapes[n]} but {wanted[n]} is wanted" for n in both if shapes[n] != wanted[n]]
+    faults += [
+        f"{n} is {shapes[n]} but {wanted[n]} is wanted"
+        for n in both
+        if shapes[n] != wanted[n]
+    ]
     if faults:
         more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise CheckpointError(f"{problem}: {'; '.join(map(cut, faults[:5]))}{more}.")
@@ -262,7 +386,16 @@ def _fingerprint(state: dict[str, Tensor]) -> dict[str, Any]:
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(name.encode())
-        digest.update(state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(
+            state[name]
+            .detach()
+            .cpu()
+            .contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+            .numpy()
+            .tobytes()
+        )
     return {"shapes": _shapes(state), "sha256": digest.hexdigest()}
 
 
@@ -283,4 +416,6 @@ def _tensors(data: bytes, file: Path) -> dict[str, Tensor]:
     try:
         return load_tensors(data)
     except SafetensorError as error:
-        raise CheckpointError(f"{file} is not a valid safetensors file: {cut(str(error))}.") from error
+        raise CheckpointError(
+            f"{file} is not a valid safetensors file: {cut(str(error))}."
+        ) from error

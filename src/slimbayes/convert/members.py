@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from slimbayes.convert.bayesianize import Model, bayesianize, conversions_of, decisions_of
+from slimbayes.convert.bayesianize import (
+    Model,
+    bayesianize,
+    conversions_of,
+    decisions_of,
+)
 from slimbayes.engine import passes
 from slimbayes.engine.calls import total_draws
 from slimbayes.engine.modules import discard_plans
@@ -37,7 +42,9 @@ def ensemble(models: Sequence[Model]) -> Model:
     shapes = shapes_of(first)
     for i, other in enumerate(models):
         theirs = shapes_of(other)
-        differ = sorted(n for n in shapes.keys() | theirs.keys() if shapes.get(n) != theirs.get(n))
+        differ = sorted(
+            n for n in shapes.keys() | theirs.keys() if shapes.get(n) != theirs.get(n)
+        )
         again = any(other is former for former in models[:i])
         if type(other) is not type(first) or differ or again:
             what = f"is a {type(other).__name__} that differs in {', '.join(differ[:5]) or 'its type'}"
@@ -49,7 +56,9 @@ def ensemble(models: Sequence[Model]) -> Model:
     posterior: Any = passes.posteriors_of(first)[0]
     posterior.others = nn.ModuleList(models[1:])
     posterior.train(first.training)
-    posterior.batched = posterior.batched and len(looks) == 1  # networks that do different things run one by one
+    posterior.batched = (
+        posterior.batched and len(looks) == 1
+    )  # networks that do different things run one by one
     return first
 
 
@@ -73,21 +82,43 @@ def select(model: Model, members: Sequence[int]) -> Model:
     conversions_of(model)  # refuses a plain model
     posteriors: list[Any] = passes.posteriors_of(model)
     total, chosen = total_draws(posteriors, 1), list(members)
-    if not chosen or len(set(chosen)) < len(chosen) or not all(isinstance(k, int) and 0 <= k < total for k in chosen):
-        raise ValueError(f"select needs different numbers of members from 0 to {total - 1}, got {chosen!r}.")
+    if (
+        not chosen
+        or len(set(chosen)) < len(chosen)
+        or not all(isinstance(k, int) and 0 <= k < total for k in chosen)
+    ):
+        raise ValueError(
+            f"select needs different numbers of members from 0 to {total - 1}, got {chosen!r}."
+        )
     for p in posteriors:
         own = [k % p.members for k in chosen]
         if p.members > 1 and type(p).select is Posterior.select:
-            raise ValueError(f"{p.name} ({type(p).__name__}): its members cannot be told apart from its parameters.")
+            raise ValueError(
+                f"{p.name} ({type(p).__name__}): its members cannot be told apart from its parameters."
+            )
         if p.members > 1 and len(set(own)) < len(own):
-            raise ValueError(f"{p.name} has {p.members} members, of which {chosen!r} are not different ones.")
+            raise ValueError(
+                f"{p.name} has {p.members} members, of which {chosen!r} are not different ones."
+            )
     for p in posteriors:
         if p.members > 1:
-            layers = [m for m in model.modules() if isinstance(m, Converted) and m is not p.layer]
-            tied = [layer for layer in layers if any(own is p for own in layer.posterior.values())]
+            layers = [
+                m
+                for m in model.modules()
+                if isinstance(m, Converted) and m is not p.layer
+            ]
+            tied = [
+                layer
+                for layer in layers
+                if any(own is p for own in layer.posterior.values())
+            ]
             p.select([k % p.members for k in chosen], tied)
     discard_plans()
     for _, layer, d in decisions_of(model):
-        if d.config is not None and isinstance(layer, Converted) and d.config.members > 1:
+        if (
+            d.config is not None
+            and isinstance(layer, Converted)
+            and d.config.members > 1
+        ):
             d.config = replace(d.config, members=len(chosen))  # type: ignore[type-var]
     return model

@@ -18,7 +18,10 @@ from slimbayes.posteriors.configs.base import Config
 Predicate = Callable[[str, nn.Module], bool]
 Pattern = str | type[nn.Module] | Predicate
 Selection = Pattern | Sequence[Pattern] | None
-FIXED_CODE = torch.jit.ScriptModule, torch.fx.GraphModule  # what is inside runs as it was when it was made
+FIXED_CODE = (
+    torch.jit.ScriptModule,
+    torch.fx.GraphModule,
+)  # what is inside runs as it was when it was made
 
 
 @dataclass
@@ -52,16 +55,28 @@ def plan(
     """Decide for every layer with parameters what a conversion does to it, without changing anything."""
     check_config(config)
     if isinstance(config, Config) and config.whole and exclude is None:
-        root = include is None or any(_matching(pattern, {"": model}) for pattern in _patterns(include))
+        root = include is None or any(
+            _matching(pattern, {"": model}) for pattern in _patterns(include)
+        )
         if root:
             return [_whole(model, config)]
     layers = dict(_layers(model))
-    included, excluded = selected("include", include, layers), selected("exclude", exclude, layers)
-    configs: dict[str, Config] = {n: config for n in layers} if isinstance(config, Config) else {}
-    for pattern, one in config.items() if isinstance(config, Mapping) else ():  # the first that matches a layer counts
+    included, excluded = (
+        selected("include", include, layers),
+        selected("exclude", exclude, layers),
+    )
+    configs: dict[str, Config] = (
+        {n: config for n in layers} if isinstance(config, Config) else {}
+    )
+    for pattern, one in (
+        config.items() if isinstance(config, Mapping) else ()
+    ):  # the first that matches a layer counts
         configs = dict.fromkeys(selected("config", pattern, layers), one) | configs
     named = include is not None or isinstance(config, Mapping)
-    decisions = [Decision(name, type(layer).__name__, configs.get(name)) for name, layer in layers.items()]
+    decisions = [
+        Decision(name, type(layer).__name__, configs.get(name))
+        for name, layer in layers.items()
+    ]
     for d in decisions:
         if d.config is None or (include is not None and d.name not in included):
             d.stay("not included")
@@ -72,17 +87,26 @@ def plan(
         elif not named and (reason := _why_left_alone(model, d, layers[d.name])):
             d.stay(reason)
     targets = {  # for each config the names it picks out of the layers offered to it, None for all
-        c: c.targets(model, {d.name: layers[d.name] for d in decisions if d.config == c}, named)
+        c: c.targets(
+            model, {d.name: layers[d.name] for d in decisions if d.config == c}, named
+        )
         for c in dict.fromkeys(d.config for d in decisions if d.config is not None)
     }
     for d in decisions:
         _decide(d, layers[d.name], targets)
     # Layers without parameters (dropout, norms without scale) are listed only where they become part of a posterior.
-    decisions = [d for d in decisions if d.config or d.problem or next(layers[d.name].parameters(), None) is not None]
+    decisions = [
+        d
+        for d in decisions
+        if d.config or d.problem or next(layers[d.name].parameters(), None) is not None
+    ]
     _tie(decisions, layers, named)
     if strict:
         refuse(decisions)
-    converts = any(c.converts for c in (config.values() if isinstance(config, Mapping) else [config]))
+    converts = any(
+        c.converts
+        for c in (config.values() if isinstance(config, Mapping) else [config])
+    )
     if converts and not any(d.config for d in decisions):
         reasons = sorted({d.reason for d in decisions})
         raise ValueError(
@@ -107,7 +131,11 @@ def check_config(config: object) -> None:
 
 def refuse(decisions: Sequence[Decision]) -> None:
     """Raise if a layer stays because it cannot be converted: what strict=True asks for."""
-    problems = [f"  {d.name or '(the model itself)'} ({d.kind}): {d.reason}" for d in decisions if d.problem]
+    problems = [
+        f"  {d.name or '(the model itself)'} ({d.kind}): {d.reason}"
+        for d in decisions
+        if d.problem
+    ]
     if problems:
         raise ValueError(
             "These layers cannot be converted:\n"
@@ -123,7 +151,9 @@ def _whole(model: nn.Module, config: Config) -> Decision:
             "The model has converted layers already: call debayesianize first, or pick other layers with include."
         )
     if any(map(nn.parameter.is_lazy, model.parameters())):
-        raise ValueError("Some parameters are not initialised yet: run one batch through the model first.")
+        raise ValueError(
+            "Some parameters are not initialised yet: run one batch through the model first."
+        )
     if hasattr(model, "posterior"):
         raise ValueError(
             f"This {type(model).__name__} has an attribute `posterior` of its own, where its members would go. Wrap "
@@ -139,13 +169,19 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if owned and name.startswith(owned):
             continue
         known = bayes_class(module)
-        if isinstance(module, Converted) or (known is not None and isinstance(module, nn.MultiheadAttention)):
+        if isinstance(module, Converted) or (
+            known is not None and isinstance(module, nn.MultiheadAttention)
+        ):
             owned += (f"{name}.",) if name else ("",)
         if parametrize.is_parametrized(module):
             owned += (f"{name}.parametrizations.",) if name else ("parametrizations.",)
         graph = isinstance(module, torch.fx.GraphModule)
         owned += (f"{name}.",) if graph else ()
-        if any(True for _ in module.parameters(recurse=graph)) or known or parametrize.is_parametrized(module):
+        if (
+            any(True for _ in module.parameters(recurse=graph))
+            or known
+            or parametrize.is_parametrized(module)
+        ):
             yield name, module
 
 
@@ -164,37 +200,68 @@ def _why_left_alone(model: nn.Module, decision: Decision, layer: nn.Module) -> s
         router = any("expert" in child for child, _ in parent.named_children())
     if router:
         return "a router: it is left alone unless included by name"
-    if any(NOT_WORTH_IT.search(part) for part in (last, kind)) or any(POSITIONS.search(part) for part in around):
-        return "a table of positions or the like: it is left alone unless included by name"
+    if any(NOT_WORTH_IT.search(part) for part in (last, kind)) or any(
+        POSITIONS.search(part) for part in around
+    ):
+        return (
+            "a table of positions or the like: it is left alone unless included by name"
+        )
     return ""
 
 
-def _decide(decision: Decision, layer: nn.Module, targets: Mapping[Config, set[str] | None]) -> Decision:
+def _decide(
+    decision: Decision, layer: nn.Module, targets: Mapping[Config, set[str] | None]
+) -> Decision:
     """What becomes of one layer, with the reason if it stays."""
     config = decision.config
     if config is None:
         return decision
     wanted = targets[config]
     if wanted is not None and decision.name not in wanted:
-        return decision.stay(config.leaves_alone(layer) or f"not among the layers that {config.describe()} is for")
+        return decision.stay(
+            config.leaves_alone(layer)
+            or f"not among the layers that {config.describe()} is for"
+        )
     if isinstance(layer, Converted):
-        return decision.stay("it is converted already; call debayesianize first, or exclude it", problem=True)
+        return decision.stay(
+            "it is converted already; call debayesianize first, or exclude it",
+            problem=True,
+        )
     if isinstance(layer, FIXED_CODE):
-        what = "TorchScript" if isinstance(layer, torch.jit.ScriptModule) else "a module of torch.fx"
-        return decision.stay(f"it is {what}, which cannot be changed; convert the module it was made of", True)
+        what = (
+            "TorchScript"
+            if isinstance(layer, torch.jit.ScriptModule)
+            else "a module of torch.fx"
+        )
+        return decision.stay(
+            f"it is {what}, which cannot be changed; convert the module it was made of",
+            True,
+        )
     known = bayes_class(layer)
-    container = known is None and any(True for child in layer.children() for _ in child.parameters())
+    container = known is None and any(
+        True for child in layer.children() for _ in child.parameters()
+    )
     if config.whole:
         stays = "its own parameters, beside those of its submodules, stay as they are"
         return decision.stay(stays) if container else decision
     if any(p.is_complex() for p in layer.parameters(recurse=False)):
-        return decision.stay("its weights are complex, and methods draw real numbers", problem=True)
+        return decision.stay(
+            "its weights are complex, and methods draw real numbers", problem=True
+        )
     if "posterior" in layer._modules or hasattr(type(layer), "posterior"):
-        return decision.stay("it has an attribute `posterior` of its own, where its posterior would go", problem=True)
+        return decision.stay(
+            "it has an attribute `posterior` of its own, where its posterior would go",
+            problem=True,
+        )
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
-        return decision.stay("it is not initialised yet; run one batch through the model first", problem=True)
+        return decision.stay(
+            "it is not initialised yet; run one batch through the model first",
+            problem=True,
+        )
     if container and not parametrize.is_parametrized(layer):
-        return decision.stay("its own parameters, beside those of its submodules, stay point estimates")
+        return decision.stay(
+            "its own parameters, beside those of its submodules, stay point estimates"
+        )
     cls = class_for(layer, config.covers)
     if cls is not None:
         reason = cls.refuse(layer)
@@ -206,10 +273,15 @@ def _decide(decision: Decision, layer: nn.Module, targets: Mapping[Config, set[s
         )
     if type(layer).forward is nn.Module.forward:
         return decision.stay("it only holds parameters, which stay point estimates")
-    return decision.stay(f"no Bayesian form of {type(layer).__module__}.{decision.kind} is known", problem=True)
+    return decision.stay(
+        f"no Bayesian form of {type(layer).__module__}.{decision.kind} is known",
+        problem=True,
+    )
 
 
-def _tie(decisions: list[Decision], layers: Mapping[str, nn.Module], named: bool) -> None:
+def _tie(
+    decisions: list[Decision], layers: Mapping[str, nn.Module], named: bool
+) -> None:
     """Layers that share a weight share one posterior; if one stays as it is so do the others, unless named."""
     users: dict[int, list[Decision]] = {}
     for decision in decisions:
@@ -222,20 +294,27 @@ def _tie(decisions: list[Decision], layers: Mapping[str, nn.Module], named: bool
             continue
         if converted[0].config.whole:  # type: ignore[union-attr]
             for d in converted if len(converted) > 1 else []:
-                d.stay("its weight is tied, and copies of single layers would untie it; copy the whole model", True)
+                d.stay(
+                    "its weight is tied, and copies of single layers would untie it; copy the whole model",
+                    True,
+                )
             continue
         if len(converted) < len(group) and not named:
             left = next(d for d in group if d.config is None)
             for d in converted:
                 both = "include it by name to convert both, where the method has one posterior for both"
-                d.stay(f"its weight is tied to {left.name}, which stays as it is; {both}")
+                d.stay(
+                    f"its weight is tied to {left.name}, which stays as it is; {both}"
+                )
             continue
         for d in group:
             if d is not converted[0]:
                 d.config, d.tied, d.reason = converted[0].config, converted[0].name, ""
 
 
-def selected(argument: str, selection: Selection, layers: Mapping[str, nn.Module]) -> set[str]:
+def selected(
+    argument: str, selection: Selection, layers: Mapping[str, nn.Module]
+) -> set[str]:
     """Names of the layers that patterns, types or predicates mean. A pattern that means none is a slip, and refused.
 
     A string is a regular expression for a whole name; where no whole name matches, for the last parts of names. Of
@@ -247,22 +326,36 @@ def selected(argument: str, selection: Selection, layers: Mapping[str, nn.Module
     for pattern in _patterns(selection):
         found = _matching(pattern, layers)
         if not found:
-            label = pattern if isinstance(pattern, str) else getattr(pattern, "__name__", repr(pattern))
-            raise ValueError(f"{argument}={label!r} matches no layer with parameters{did_you_mean(str(label), layers)}")
+            label = (
+                pattern
+                if isinstance(pattern, str)
+                else getattr(pattern, "__name__", repr(pattern))
+            )
+            raise ValueError(
+                f"{argument}={label!r} matches no layer with parameters{did_you_mean(str(label), layers)}"
+            )
         out |= found
     return out
 
 
 def _patterns(selection: Any) -> Sequence[Pattern]:
-    return [selection] if isinstance(selection, (str, type)) or callable(selection) else selection
+    return (
+        [selection]
+        if isinstance(selection, (str, type)) or callable(selection)
+        else selection
+    )
 
 
 def _matching(pattern: Pattern, layers: Mapping[str, nn.Module]) -> set[str]:
     if isinstance(pattern, str):
         if re.fullmatch(r"[\w.]+(\|[\w.]+)+", pattern):
-            return set().union(*(_matching(name, layers) for name in pattern.split("|")))
+            return set().union(
+                *(_matching(name, layers) for name in pattern.split("|"))
+            )
         whole = {n for n in layers if re.fullmatch(pattern, n)}
-        return whole or {n for n in layers if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", n)}
+        return whole or {
+            n for n in layers if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", n)
+        }
     if isinstance(pattern, type):
         return {n for n, layer in layers.items() if isinstance(layer, pattern)}
     return {n for n, layer in layers.items() if pattern(n, layer)}

@@ -24,7 +24,11 @@ def refuse_fixed_code(model: nn.Module) -> None:
             "of them: convert the module that it was made of."
         )
     own = "forward" in vars(model)  # as of a compiled one
-    if not own and type(model).forward is nn.Module.forward and type(model).__call__ is not nn.Module.__call__:
+    if (
+        not own
+        and type(model).forward is nn.Module.forward
+        and type(model).__call__ is not nn.Module.__call__
+    ):
         raise ValueError(
             f"{type(model).__name__} has a __call__ of its own and no forward: nobody knows which of its layers "
             f"belong to one call. Rename it to forward."
@@ -33,7 +37,9 @@ def refuse_fixed_code(model: nn.Module) -> None:
 
 def report_functional_dropout(model: nn.Module, decisions: list[Decision]) -> None:
     """Where the model's own dropout layers are turned on, dropout inside a forward stays off in eval mode: say so."""
-    if not any(isinstance(d.config, MCDropout) and "Dropout" in d.kind for d in decisions):
+    if not any(
+        isinstance(d.config, MCDropout) and "Dropout" in d.kind for d in decisions
+    ):
         return
     for name, what in functional_dropout(model).items():
         warnings.warn(
@@ -41,10 +47,17 @@ def report_functional_dropout(model: nn.Module, decisions: list[Decision]) -> No
             f"mode. Make it an nn.Dropout layer if it is meant to be part of the posterior.",
             stacklevel=3,
         )
-        known = next((d for d in decisions if d.name == name and d.config is None), None)
+        known = next(
+            (d for d in decisions if d.name == name and d.config is None), None
+        )
         if known is None:
             decisions.append(
-                Decision(name, type(model.get_submodule(name)).__name__, None, f"functional dropout: {what}")
+                Decision(
+                    name,
+                    type(model.get_submodule(name)).__name__,
+                    None,
+                    f"functional dropout: {what}",
+                )
             )
         else:
             known.reason += f"; functional dropout: {what}"
@@ -52,8 +65,19 @@ def report_functional_dropout(model: nn.Module, decisions: list[Decision]) -> No
 
 def report_signs(model: nn.Module, decisions: list[Decision]) -> None:
     """Random signs undo what a network has learned; that it has is known where batch norm has counted batches."""
-    signed = next((d for d in decisions if isinstance(getattr(d.config, "mean_init", None), Signs)), None)
-    counters = (b for name, b in model.named_buffers() if name.endswith("num_batches_tracked") and not b.is_meta)
+    signed = next(
+        (
+            d
+            for d in decisions
+            if isinstance(getattr(d.config, "mean_init", None), Signs)
+        ),
+        None,
+    )
+    counters = (
+        b
+        for name, b in model.named_buffers()
+        if name.endswith("num_batches_tracked") and not b.is_meta
+    )
     if signed is not None and any(int(counter) for counter in counters):
         warnings.warn(
             f"{signed.name}: factors that start at random signs ({signed.config!r}) undo what this network has been "
@@ -65,10 +89,16 @@ def report_signs(model: nn.Module, decisions: list[Decision]) -> None:
 
 def report_members(model: nn.Module) -> None:
     """Say where members of an ensemble do not start as the network did."""
-    ensembles = [p for p in passes.posteriors_of(model) if isinstance(p, EnsemblePosterior)]
+    ensembles = [
+        p for p in passes.posteriors_of(model) if isinstance(p, EnsemblePosterior)
+    ]
     if ensembles and all(p.alike for p in ensembles):
         what = "nothing in them could start anew, as where weights are buffers or stored as integers. Give factory="
-        warnings.warn(f"The members of this Ensemble are all alike: {what}.", SlimbayesWarning, stacklevel=3)
+        warnings.warn(
+            f"The members of this Ensemble are all alike: {what}.",
+            SlimbayesWarning,
+            stacklevel=3,
+        )
     for posterior in ensembles:
         if posterior.note:
             whose = posterior.name or "the model"
@@ -78,11 +108,22 @@ def report_members(model: nn.Module) -> None:
 
 def report_unsaved(model: nn.Module, base: bool) -> None:
     """Warn of what makes a model what it is and is no tensor of its state: `load` cannot bring it back."""
-    state = {name: value for name, value in model.state_dict().items() if not isinstance(value, torch.Tensor)}
+    state = {
+        name: value
+        for name, value in model.state_dict().items()
+        if not isinstance(value, torch.Tensor)
+    }
     left = [name for name in state if base or ".posterior." in f".{name}"]
-    ensembles = [p for p in passes.posteriors_of(model) if isinstance(p, EnsemblePosterior)]
-    differ = [".".join(filter(None, (p.name, p.unlike()))) for p in ensembles if p.unlike()]
-    for names, what in ((left, "is no tensor"), (differ, "differs between members and is not in their state")):
+    ensembles = [
+        p for p in passes.posteriors_of(model) if isinstance(p, EnsemblePosterior)
+    ]
+    differ = [
+        ".".join(filter(None, (p.name, p.unlike()))) for p in ensembles if p.unlike()
+    ]
+    for names, what in (
+        (left, "is no tensor"),
+        (differ, "differs between members and is not in their state"),
+    ):
         if names:
             warnings.warn(
                 f"save writes the tensors of a model's state alone, and {', '.join(names[:5])} {what}: once loaded, it "

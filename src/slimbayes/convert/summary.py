@@ -37,7 +37,9 @@ class Summary:
     """
 
     rows: tuple[Row, ...]
-    log_ensemble_size: float = 0.0  # natural logarithm: the number itself soon exceeds what a float holds
+    log_ensemble_size: float = (
+        0.0  # natural logarithm: the number itself soon exceeds what a float holds
+    )
     at_least: bool = False  # dropout's units are only known when it runs
 
     @property
@@ -48,7 +50,11 @@ class Summary:
         if math.isinf(self.log_ensemble_size):
             return "infinite (continuous)"
         exponent = self.log_ensemble_size / math.log(10)
-        size = f"{round(math.exp(self.log_ensemble_size)):,}" if exponent < 6 else f"10^{exponent:,.1f}"
+        size = (
+            f"{round(math.exp(self.log_ensemble_size)):,}"
+            if exponent < 6
+            else f"10^{exponent:,.1f}"
+        )
         return f"at least {size}" if self.at_least else size
 
     @property
@@ -68,13 +74,29 @@ class Summary:
 
     def _cells(self) -> list[tuple[str, ...]]:
         """The table, its head first."""
-        cells = [(r.name or "(model)", r.layer, r.status, f"{r.before:,}", f"{r.after:,}", r.detail) for r in self.rows]
-        return [("layer", "type", "status", "before", "after", "method or reason"), *cells]
+        cells = [
+            (
+                r.name or "(model)",
+                r.layer,
+                r.status,
+                f"{r.before:,}",
+                f"{r.after:,}",
+                r.detail,
+            )
+            for r in self.rows
+        ]
+        return [
+            ("layer", "type", "status", "before", "after", "method or reason"),
+            *cells,
+        ]
 
     def __str__(self) -> str:
         lines = self._cells()
         a, b, c, d, e = (max(len(line[i]) for line in lines) for i in range(5))
-        text = [f"{n:{a}}  {t:{b}}  {s:{c}}  {x:>{d}}  {y:>{e}}  {why}".rstrip() for n, t, s, x, y, why in lines]
+        text = [
+            f"{n:{a}}  {t:{b}}  {s:{c}}  {x:>{d}}  {y:>{e}}  {why}".rstrip()
+            for n, t, s, x, y, why in lines
+        ]
         text.insert(1, "-" * min(110, max(len(t) for t in text)))
         return "\n".join([*text, self._total()])
 
@@ -92,7 +114,10 @@ class Summary:
     def _repr_html_(self) -> str:
         """The table for notebooks."""
         heads, *cells = self._cells()
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in line) + "</tr>" for line in cells)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in line) + "</tr>"
+            for line in cells
+        )
         head = "".join(f"<th>{name}</th>" for name in heads)
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         return f"<div>{table}<p>{html.escape(self._total())}</p></div>"
@@ -113,17 +138,34 @@ def summary(model: nn.Module) -> Summary:
     rows, seen = [], set[int]()
     listed: set[str] = set()
     for name, layer, decision in decisions_of(model):
-        if layer is None or name in listed or (decision.config is None and isinstance(layer, Converted)):
+        if (
+            layer is None
+            or name in listed
+            or (decision.config is None and isinstance(layer, Converted))
+        ):
             continue  # removed since; or a conversion of an inner module speaks for it
         listed.add(name)
-        posterior = list(layer.posterior.parameters()) if isinstance(layer, Converted) else []
+        posterior = (
+            list(layer.posterior.parameters()) if isinstance(layer, Converted) else []
+        )
         before = _count(_own_parameters(layer), seen)
         status, detail = _status_and_detail(decision, layer)
-        rows.append(Row(name, decision.kind, status, detail, before, before + _count(posterior, seen)))
+        rows.append(
+            Row(
+                name,
+                decision.kind,
+                status,
+                detail,
+                before,
+                before + _count(posterior, seen),
+            )
+        )
     posteriors = posteriors_of(model)
     # Members are shared by all layers and count once; what layers pick by themselves multiplies.
     size = sum(p.log_size for p in posteriors) + math.log(total_draws(posteriors, 1))
-    return Summary(tuple(rows), size, any(p.late for p in posteriors) and math.isfinite(size))
+    return Summary(
+        tuple(rows), size, any(p.late for p in posteriors) and math.isfinite(size)
+    )
 
 
 def _status_and_detail(decision: Decision, layer: nn.Module) -> tuple[str, str]:
@@ -133,14 +175,23 @@ def _status_and_detail(decision: Decision, layer: nn.Module) -> tuple[str, str]:
     if not isinstance(layer, Converted):
         return "skipped", "replaced or undone since the conversion"
     tied = "" if decision.tied is None else f"shares the posterior of {decision.tied}"
-    notes = [decision.config.describe(), tied, layer.bayes_note, *(p.note for p in layer.posteriors())]
+    notes = [
+        decision.config.describe(),
+        tied,
+        layer.bayes_note,
+        *(p.note for p in layer.posteriors()),
+    ]
     return "converted", "; ".join(dict.fromkeys(note for note in notes if note))
 
 
 def _own_parameters(layer: nn.Module) -> list[nn.Parameter]:
     """Parameters a layer answers for: its own, and those inside it where it owns its submodules."""
     whole = isinstance(layer, Converted) or bayes_class(layer) is not None
-    return [p for n, p in layer.named_parameters(recurse=whole) if not n.startswith("posterior.")]
+    return [
+        p
+        for n, p in layer.named_parameters(recurse=whole)
+        if not n.startswith("posterior.")
+    ]
 
 
 def _count(parameters: list[nn.Parameter], seen: set[int]) -> int:
@@ -175,7 +226,10 @@ class Cost:
 
 
 def estimate_cost(
-    model: nn.Module, config: Config | Mapping[str, Config], include: Selection = None, exclude: Selection = None
+    model: nn.Module,
+    config: Config | Mapping[str, Config],
+    include: Selection = None,
+    exclude: Selection = None,
 ) -> Cost:
     """What `bayesianize` with these arguments would cost, without changing the model or allocating its posteriors.
 
@@ -191,7 +245,11 @@ def estimate_cost(
     for decision in decisions:
         layer, chosen = model.get_submodule(decision.name), decision.config
         # Multiply-adds: one for each weight; a lookup has none.
-        weights = [] if kind_of(layer) == "table" else [p for p in _own_parameters(layer) if p.dim() > 1]
+        weights = (
+            []
+            if kind_of(layer) == "table"
+            else [p for p in _own_parameters(layer) if p.dim() > 1]
+        )
         plain_flops += sum(p.numel() for p in weights)
         if chosen is None or decision.tied is not None:
             continue
@@ -200,6 +258,9 @@ def estimate_cost(
         forwards = max(forwards, chosen.members)
         extra += chosen.extra_parameters(layer, sites)
         extra_flops += sum(chosen.extra_flops(site) for site in sites)
-    total, added = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in extra)
+    total, added = (
+        sum(p.numel() for p in model.parameters()),
+        sum(p.numel() for p in extra),
+    )
     size = sum(p.numel() * p.element_size() for p in extra)
     return Cost(total, added, size, 1 + extra_flops / max(plain_flops, 1), forwards)

@@ -17,10 +17,14 @@ from slimbayes.layers.base import Converted
 Train = Literal["all", "posterior", "posterior+head"]
 
 
-def modules_to_save(model: nn.Module, train: Train, head: Selection) -> tuple[list[str], list[str]]:
+def modules_to_save(
+    model: nn.Module, train: Train, head: Selection
+) -> tuple[list[str], list[str]]:
     """Names of modules to be saved with the posteriors, and of the heads among them, before a conversion."""
     if train not in get_args(Train):
-        raise ValueError(f"bayesianize: unknown train {train!r}{did_you_mean(str(train), get_args(Train))}")
+        raise ValueError(
+            f"bayesianize: unknown train {train!r}{did_you_mean(str(train), get_args(Train))}"
+        )
     if head is not None and train != "posterior+head":
         raise ValueError(
             f'bayesianize: head= is what trains beside the posterior; give train="posterior+head" too, not {train!r}.'
@@ -28,11 +32,21 @@ def modules_to_save(model: nn.Module, train: Train, head: Selection) -> tuple[li
     if train == "all":
         return [], []
     modules, heads = dict(model.named_modules()), list[str]()
-    if train == "posterior+head":  # without a selection the last module that has parameters of its own
-        owners = {name: m for name, m in modules.items() if any(True for _ in m.parameters())}
-        last = [name for name, m in owners.items() if any(True for _ in m.parameters(recurse=False))][-1:]
+    if (
+        train == "posterior+head"
+    ):  # without a selection the last module that has parameters of its own
+        owners = {
+            name: m for name, m in modules.items() if any(True for _ in m.parameters())
+        }
+        last = [
+            name
+            for name, m in owners.items()
+            if any(True for _ in m.parameters(recurse=False))
+        ][-1:]
         heads = last if head is None else sorted(selected("head", head, owners))
-    return [name for name, m in modules.items() if _has_statistics(m) and name not in heads] + heads, heads
+    return [
+        name for name, m in modules.items() if _has_statistics(m) and name not in heads
+    ] + heads, heads
 
 
 def _has_statistics(module: nn.Module) -> bool:
@@ -43,7 +57,9 @@ def _has_statistics(module: nn.Module) -> bool:
 def heads_among(model: nn.Module, saved: Sequence[str]) -> list[str]:
     """The heads among saved modules where nothing else says them: checkpoints name them if a norm is one."""
     modules = dict(model.named_modules())
-    return [name for name in saved if name in modules and not _has_statistics(modules[name])]
+    return [
+        name for name in saved if name in modules and not _has_statistics(modules[name])
+    ]
 
 
 def freeze(model: nn.Module, heads: Sequence[str]) -> list[str]:
@@ -53,9 +69,22 @@ def freeze(model: nn.Module, heads: Sequence[str]) -> list[str]:
     Adam takes them anywhere.
     """
     trains, in_head = is_saved_name(model, heads), _is_inside(heads)
-    offsets = {id(p) for q in posteriors_of(model) for name, p in q.named_parameters() if q.role(name) == "offset"}
-    frozen = [name for name, p in model.named_parameters() if p.requires_grad and not trains(name)]
-    biases = [name for name, p in model.named_parameters() if id(p) in offsets and not in_head(name)]
+    offsets = {
+        id(p)
+        for q in posteriors_of(model)
+        for name, p in q.named_parameters()
+        if q.role(name) == "offset"
+    }
+    frozen = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and not trains(name)
+    ]
+    biases = [
+        name
+        for name, p in model.named_parameters()
+        if id(p) in offsets and not in_head(name)
+    ]
     for name in frozen + biases:
         model.get_parameter(name).requires_grad_(False)
     return frozen
@@ -63,10 +92,18 @@ def freeze(model: nn.Module, heads: Sequence[str]) -> list[str]:
 
 def is_saved_name(model: nn.Module, saved: Sequence[str]) -> Callable[[str], bool]:
     """Whether a name in a model's state belongs to a posterior or one of these modules: what is saved."""
-    every = list(model.named_modules(remove_duplicate=False))  # a module has all its names in the state
+    every = list(
+        model.named_modules(remove_duplicate=False)
+    )  # a module has all its names in the state
     meant = {module for name, module in every if name in saved}
-    of_posterior = tuple(f"{name}.posterior.".lstrip(".") for name, module in every if isinstance(module, Converted))
-    of_saved = _is_inside([*saved, *(name for name, module in every if module in meant)])
+    of_posterior = tuple(
+        f"{name}.posterior.".lstrip(".")
+        for name, module in every
+        if isinstance(module, Converted)
+    )
+    of_saved = _is_inside(
+        [*saved, *(name for name, module in every if module in meant)]
+    )
     return lambda name: name.startswith(of_posterior) or of_saved(name)
 
 
@@ -87,7 +124,9 @@ class Trainable:
         return self.trainable / max(self.total, 1)
 
     def __repr__(self) -> str:
-        return f"{self.trainable:,} of {self.total:,} parameters train ({self.share:.2%})"
+        return (
+            f"{self.trainable:,} of {self.total:,} parameters train ({self.share:.2%})"
+        )
 
 
 def trainable(model: nn.Module) -> Trainable:
@@ -100,4 +139,7 @@ def trainable(model: nn.Module) -> Trainable:
         620 of 11,730 parameters train (5.29%)
     """
     parameters = list(model.parameters())
-    return Trainable(sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters))
+    return Trainable(
+        sum(p.numel() for p in parameters if p.requires_grad),
+        sum(p.numel() for p in parameters),
+    )

@@ -14,7 +14,11 @@ def __getattr__(name: str) -> Any:
     names: dict[str, Any] = {}
     if name == "__all__" or not name.startswith("_"):
         found = vars(import_module(f"{__name__}.api"))
-        names = {public: value for public, value in found.items() if not public.startswith("_")}
+        names = {
+            public: value
+            for public, value in found.items()
+            if not public.startswith("_")
+        }
         names["__all__"] = list(names)
     if name not in names:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

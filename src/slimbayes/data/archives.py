@@ -24,10 +24,28 @@ from torch import Tensor
 
 from slimbayes.untrusted import check_regular, read_file
 
-LIMIT = 1 << 30  # bytes that a file may unpack to: the largest honest one, the year table of 515,345 x 91, has 0.38e9
+LIMIT = (
+    1 << 30
+)  # bytes that a file may unpack to: the largest honest one, the year table of 515,345 x 91, has 0.38e9
 _BLOCK = 1 << 22  # bytes of rows that are read together
-DAMAGE = (ValueError, TypeError, OSError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error)
-_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)
+DAMAGE = (
+    ValueError,
+    TypeError,
+    OSError,
+    EOFError,
+    KeyError,
+    MemoryError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+_BROKEN = (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    OSError,
+    NotImplementedError,
+    RuntimeError,
+)
 
 
 def require(module: str) -> Any:
@@ -36,11 +54,15 @@ def require(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = {"PIL": "Pillow"}.get(module.split(".")[0], module.split(".")[0])
-        raise ImportError(f'Reading this format needs {package}: pip install "slimbayes[data]".') from error
+        raise ImportError(
+            f'Reading this format needs {package}: pip install "slimbayes[data]".'
+        ) from error
 
 
 @contextmanager
-def checked_zip(path: Path, content: IO[bytes] | None = None) -> Iterator[zipfile.ZipFile]:
+def checked_zip(
+    path: Path, content: IO[bytes] | None = None
+) -> Iterator[zipfile.ZipFile]:
     """An open zip, at `path` or the `content` that came from there, whose entries have harmless names and unpack to
     LIMIT bytes at most; reading errors name the file."""
     try:
@@ -59,10 +81,14 @@ def _check_entries(path: Path, archive: zipfile.ZipFile) -> None:
     for name, entry in zip(names, archive.infolist()):
         inside = PurePosixPath(name)
         if set(name) & set("\\:\0") or inside.is_absolute() or ".." in inside.parts:
-            raise ValueError(f"{path}: entry {name!r} points outside the archive; names must be plain and relative.")
+            raise ValueError(
+                f"{path}: entry {name!r} points outside the archive; names must be plain and relative."
+            )
         total += entry.file_size
         if total > LIMIT:
-            size = f"the unpacked size to {total:,} bytes, more than the {LIMIT:,} allowed"
+            size = (
+                f"the unpacked size to {total:,} bytes, more than the {LIMIT:,} allowed"
+            )
             raise ValueError(f"{path}: entry {name!r} brings {size}.")
     if len(set(names)) < len(names):
         raise ValueError(f"{path}: an entry is there twice.")
@@ -76,26 +102,41 @@ def read_entry(path: Path, archive: zipfile.ZipFile, name: str) -> bytes:
         raise ValueError(f"{path}: entry {name!r} is damaged: {error}") from error
 
 
-def read_npz(path: Path, *names: str, content: IO[bytes] | None = None) -> dict[str, Any]:
+def read_npz(
+    path: Path, *names: str, content: IO[bytes] | None = None
+) -> dict[str, Any]:
     """Arrays of an .npz file by name, each of which must be there, or all of them. Pickled objects are refused.
 
     `content` is what the file holds where it had to be unpacked first.
     """
     with checked_zip(path, content) as archive:
         here = [entry.removesuffix(".npy") for entry in archive.namelist()]
-        if strange := next((entry for entry in archive.namelist() if not entry.endswith(".npy")), None):
-            raise ValueError(f"{path}: entry {strange!r} is not an array; an .npz file holds .npy entries only.")
+        if strange := next(
+            (entry for entry in archive.namelist() if not entry.endswith(".npy")), None
+        ):
+            raise ValueError(
+                f"{path}: entry {strange!r} is not an array; an .npz file holds .npy entries only."
+            )
         if missing := set(names) - set(here):
             listed = ", ".join(sorted(missing))
-            raise ValueError(f"{path} must hold the arrays {', '.join(names)}; {listed} is not among {sorted(here)}.")
-        return {name: _array(path, name, read_entry(path, archive, f"{name}.npy")) for name in names or sorted(here)}
+            raise ValueError(
+                f"{path} must hold the arrays {', '.join(names)}; {listed} is not among {sorted(here)}."
+            )
+        return {
+            name: _array(path, name, read_entry(path, archive, f"{name}.npy"))
+            for name in names or sorted(here)
+        }
 
 
 def npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
     """Shape, order and dtype of an .npy file."""
     npy = np.lib.format
     first = npy.read_magic(stream) == (1, 0)
-    return npy.read_array_header_1_0(stream) if first else npy.read_array_header_2_0(stream)
+    return (
+        npy.read_array_header_1_0(stream)
+        if first
+        else npy.read_array_header_2_0(stream)
+    )
 
 
 def npy_blocks(stream: IO[bytes]) -> Iterator[Tensor]:
@@ -104,13 +145,17 @@ def npy_blocks(stream: IO[bytes]) -> Iterator[Tensor]:
     if dtype.hasobject or not shape or min(shape) < 0:
         raise ValueError("an array of rows of numbers is needed")
     rows, row = shape[0], dtype.itemsize * math.prod(shape[1:])
-    size = rows if fortran else max(1, _BLOCK // max(1, row))  # whose columns come first is read at once
+    size = (
+        rows if fortran else max(1, _BLOCK // max(1, row))
+    )  # whose columns come first is read at once
     for start in range(0, max(1, rows), max(1, size)):
         count = min(size, rows - start)
         data = stream.read(count * row)
         if len(data) != count * row:
             raise ValueError(f"it ends before its last row, of {rows:,}")
-        block = np.frombuffer(data, dtype).reshape((count, *shape[1:]), order="F" if fortran else "C")
+        block = np.frombuffer(data, dtype).reshape(
+            (count, *shape[1:]), order="F" if fortran else "C"
+        )
         yield torch.from_numpy(np.array(block, dtype.newbyteorder("="), order="C"))
     if stream.read(1):  # of an archive, this looks at the checksum too
         raise ValueError("it goes on after its last row")
@@ -124,11 +169,19 @@ def _array(path: Path, name: str, content: bytes) -> Any:
     except ValueError as error:
         raise ValueError(f"{place} is not an .npy array: {error}") from error
     if dtype.hasobject:
-        raise ValueError(f"{place} holds pickled Python objects (dtype {dtype}); only plain numbers and text are read.")
+        raise ValueError(
+            f"{place} holds pickled Python objects (dtype {dtype}); only plain numbers and text are read."
+        )
     have, need = len(content) - stream.tell(), math.prod(shape) * dtype.itemsize
     if have != need:
-        raise ValueError(f"{place} has {have} bytes of data where its shape {shape} needs {need}.")
-    flat = np.frombuffer(content, dtype, offset=stream.tell()) if need else np.empty(shape, dtype)
+        raise ValueError(
+            f"{place} has {have} bytes of data where its shape {shape} needs {need}."
+        )
+    flat = (
+        np.frombuffer(content, dtype, offset=stream.tell())
+        if need
+        else np.empty(shape, dtype)
+    )
     return flat.reshape(shape, order="F" if fortran else "C").copy()
 
 
@@ -141,11 +194,17 @@ def map_npy(path: Path, shape: tuple[int | None, ...], kinds: str) -> Any:
         check_regular(path)
         array = np.lib.format.open_memmap(path, mode="c")
     except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"{path} is not a plain .npy array, or it is cut short: {error}") from error
-    fits = array.ndim == len(shape) and all(want in (None, got) for got, want in zip(array.shape, shape))
+        raise ValueError(
+            f"{path} is not a plain .npy array, or it is cut short: {error}"
+        ) from error
+    fits = array.ndim == len(shape) and all(
+        want in (None, got) for got, want in zip(array.shape, shape)
+    )
     if not fits or array.dtype.kind not in kinds:
         wanted = f"({', '.join('n' if size is None else str(size) for size in shape)}) of kind {'/'.join(kinds)}"
-        raise ValueError(f"{path} holds {array.dtype} of shape {array.shape}, expected {wanted}.")
+        raise ValueError(
+            f"{path} holds {array.dtype} of shape {array.shape}, expected {wanted}."
+        )
     return array
 
 
@@ -156,18 +215,33 @@ def read_idx(path: Path, dims: int) -> Tensor:
         check_regular(path)
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             header = file.read(start)
-            shape = tuple(int.from_bytes(header[at : at + 4], "big") for at in range(4, start, 4))
+            shape = tuple(
+                int.from_bytes(header[at : at + 4], "big") for at in range(4, start, 4)
+            )
             content = bytearray(file.read(min(math.prod(shape), LIMIT) + 1))
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read, is damaged or cut short: {error}") from error
+        raise ValueError(
+            f"{path} cannot be read, is damaged or cut short: {error}"
+        ) from error
     if header[:4] != magic or len(header) < start:
         got = header[:4].hex() or "nothing"
-        raise ValueError(f"{path} starts with {got}, an idx file of {dims}-dimensional bytes with {magic.hex()}.")
+        raise ValueError(
+            f"{path} starts with {got}, an idx file of {dims}-dimensional bytes with {magic.hex()}."
+        )
     need, have = math.prod(shape), len(content)
     if have != need:
-        got, row = f"{have:,}" if have < need else "more", have // max(1, math.prod(shape[1:]))
-        raise ValueError(f"{path}: shape {shape} needs {need:,} bytes, the file has {got}; it stops in record {row}.")
-    flat = torch.frombuffer(content, dtype=torch.uint8) if need else torch.empty(0, dtype=torch.uint8, device="cpu")
+        got, row = (
+            f"{have:,}" if have < need else "more",
+            have // max(1, math.prod(shape[1:])),
+        )
+        raise ValueError(
+            f"{path}: shape {shape} needs {need:,} bytes, the file has {got}; it stops in record {row}."
+        )
+    flat = (
+        torch.frombuffer(content, dtype=torch.uint8)
+        if need
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
     return flat.reshape(shape)
 
 
@@ -179,5 +253,7 @@ def read_xz(path: Path) -> bytes:
     except (OSError, lzma.LZMAError) as error:
         raise ValueError(f"{path} is not a readable .xz file: {error}") from error
     if not unpacker.eof:
-        raise ValueError(f"{path} is cut short, or unpacks to more than the {LIMIT:,} bytes allowed.")
+        raise ValueError(
+            f"{path} is cut short, or unpacks to more than the {LIMIT:,} bytes allowed."
+        )
     return content

@@ -31,12 +31,17 @@ from slimbayes.data.sources import SOURCES, find, root_folder
 from slimbayes.data.stays import mortality
 from slimbayes.files import replacing
 
-FORMAT = "3"  # of a cache: raise it when a reader gives other numbers for the same files
+FORMAT = (
+    "3"  # of a cache: raise it when a reader gives other numbers for the same files
+)
 Progress = Callable[[int, int, str], None]
 
 
 def load(
-    name: str, root: Path | str | None = None, splits: Sequence[str] | None = None, cache: Path | str | None = None
+    name: str,
+    root: Path | str | None = None,
+    splits: Sequence[str] | None = None,
+    cache: Path | str | None = None,
 ) -> Dataset:
     """A data set from the folder `root`, or else from $SLIMBAYES_DATA; all of its splits, or those named.
 
@@ -54,10 +59,14 @@ def load(
     """
     folder, found = root_folder(root), find(name, root)
     if isinstance(splits, str):
-        raise TypeError(f"splits must be a list of names, got the text {splits!r}: write [{splits!r}].")
+        raise TypeError(
+            f"splits must be a list of names, got the text {splits!r}: write [{splits!r}]."
+        )
     names = list(found.splits) if splits is None else splits
     if unknown := [split for split in names if split not in found.splits]:
-        raise ValueError(f"{name} has no split {unknown[0]!r} here, it has: {', '.join(found.splits)}.")
+        raise ValueError(
+            f"{name} has no split {unknown[0]!r} here, it has: {', '.join(found.splits)}."
+        )
     kept = _cache_folder(name, folder, cache)
     if all(_cache_file(kept, split).is_file() for split in names):
         try:
@@ -65,7 +74,9 @@ def load(
             return Dataset(name, read, found.classes, vocabulary, found.columns())
         except Unusable as error:
             advice = f"Reading the files of {name}; prepare it again."
-            warnings.warn(f"The cache {kept} is not used: {error}. {advice}", stacklevel=2)
+            warnings.warn(
+                f"The cache {kept} is not used: {error}. {advice}", stacklevel=2
+            )
     read_now = {split: found.splits[split]() for split in names}
     return Dataset(name, read_now, found.classes, found.vocabulary(), found.columns())
 
@@ -88,13 +99,20 @@ def load_bags(
     """
     found = find(name, root)
     if found.stays is None:
-        raise ValueError(f"{name} is no set of health records: there is nothing in it to put into bags.")
-    data = mortality(found.stays(), None, precision, aggregate_older_than, count, tokens_per_bag)
+        raise ValueError(
+            f"{name} is no set of health records: there is nothing in it to put into bags."
+        )
+    data = mortality(
+        found.stays(), None, precision, aggregate_older_than, count, tokens_per_bag
+    )
     return replace(data, name=name)
 
 
 def prepare(
-    name: str, root: Path | str | None = None, out: Path | str | None = None, progress: Progress | None = None
+    name: str,
+    root: Path | str | None = None,
+    out: Path | str | None = None,
+    progress: Progress | None = None,
 ) -> Path:
     """Keep a set as tensors that `load` maps into memory, unless they are up to date, and return their folder.
 
@@ -115,16 +133,22 @@ def prepare(
     folder, found = root_folder(root), find(name, root)
     target = _cache_folder(name, folder, out)
     if not (files := found.files()):
-        raise ValueError(f"{name} is a folder of images of many sizes, decoded one by one, and is not kept as arrays.")
+        raise ValueError(
+            f"{name} is a folder of images of many sizes, decoded one by one, and is not kept as arrays."
+        )
     try:
         _read_cache(target, name, files, folder, list(found.splits))
         return target
     except Unusable:
         pass  # not there, or what is to be replaced
     try:
-        _write_cache(target, name, found, folder, progress or (lambda done, total, split: None))
+        _write_cache(
+            target, name, found, folder, progress or (lambda done, total, split: None)
+        )
     except Unusable as error:
-        raise ValueError(f"{name}: {error} while it was being read; prepare it again.") from error
+        raise ValueError(
+            f"{name}: {error} while it was being read; prepare it again."
+        ) from error
     return target
 
 
@@ -166,7 +190,13 @@ def inspect(name: str, root: Path | str | None = None) -> Facts:
     """Read all files of a set, never its cache, and compare it with what was published; image folders are counted."""
     folder, found = root_folder(root), find(name, root)
     source = SOURCES[name]
-    facts = Facts(name, {}, {}, {_shown(file, folder): _sha256(file) for file in found.files()}, [])
+    facts = Facts(
+        name,
+        {},
+        {},
+        {_shown(file, folder): _sha256(file) for file in found.files()},
+        [],
+    )
     for split, read in found.splits.items():  # one in memory at a time
         y = (rows := read()).y
         facts.rows[split] = len(rows)
@@ -175,9 +205,13 @@ def inspect(name: str, root: Path | str | None = None) -> Facts:
             facts.classes[split] = dict(zip(found.classes, counts, strict=True))
             if source.balanced and len(set(counts)) > 1:
                 spread = f"{min(counts)} to {max(counts)} rows in a class"
-                facts.differences.append(f"{name} {split}: {spread}, published are equal numbers.")
+                facts.differences.append(
+                    f"{name} {split}: {spread}, published are equal numbers."
+                )
         if source.published.get(split, len(rows)) != len(rows):
-            facts.differences.append(f"{name} {split}: {len(rows)} rows, published are {source.published[split]}.")
+            facts.differences.append(
+                f"{name} {split}: {len(rows)} rows, published are {source.published[split]}."
+            )
     return facts
 
 
@@ -215,16 +249,26 @@ def _read_cache(
             with safe_open(_cache_file(folder, split), "pt") as stored:
                 former, about = about, stored.metadata() or {}
                 if (made := (about.get("name"), about.get("format"))) != (name, FORMAT):
-                    raise Unusable(f"it is of {made[0]!r} in format {made[1]!r}, needed is {name!r} in format {FORMAT}")
+                    raise Unusable(
+                        f"it is of {made[0]!r} in format {made[1]!r}, needed is {name!r} in format {FORMAT}"
+                    )
                 if about != former:
                     _compare(json.loads(about["sources"]), files, root)
                 found[split] = Split(stored.get_tensor("x"), stored.get_tensor("y"))
-        except (SafetensorError, ValueError, KeyError, OSError, RecursionError) as error:
+        except (
+            SafetensorError,
+            ValueError,
+            KeyError,
+            OSError,
+            RecursionError,
+        ) as error:
             raise Unusable(f"it is damaged: {type(error).__name__}: {error}") from error
     return found, tuple(json.loads(about.get("vocabulary", "[]")))
 
 
-def _write_cache(folder: Path, name: str, found: Found, root: Path, progress: Progress) -> None:
+def _write_cache(
+    folder: Path, name: str, found: Found, root: Path, progress: Progress
+) -> None:
     """All splits of a set, one at a time in memory."""
     folder.mkdir(parents=True, exist_ok=True)
     files = found.files()
@@ -238,27 +282,45 @@ def _write_cache(folder: Path, name: str, found: Found, root: Path, progress: Pr
         try:
             with replacing(target) as draft:
                 tensors = {"x": rows.x.contiguous(), "y": rows.y.contiguous()}
-                save_file(tensors, draft, {**about, "vocabulary": json.dumps(found.vocabulary())})
+                save_file(
+                    tensors,
+                    draft,
+                    {**about, "vocabulary": json.dumps(found.vocabulary())},
+                )
                 _compare(sources, files, root)
         except SafetensorError as error:
             raise OSError(f"{target} cannot be written: {error}") from error
     progress(len(found.splits), len(found.splits), "done")
 
 
-def _compare(sources: Sequence[dict[str, Any]], files: Sequence[Path], root: Path) -> None:
+def _compare(
+    sources: Sequence[dict[str, Any]], files: Sequence[Path], root: Path
+) -> None:
     """Raise Unusable where files are not those recorded; content is read only where size and time leave a doubt."""
-    recorded, now = {entry["file"]: entry for entry in sources}, {_shown(file, root): file for file in files}
+    recorded, now = (
+        {entry["file"]: entry for entry in sources},
+        {_shown(file, root): file for file in files},
+    )
     if odd := sorted(set(recorded) ^ set(now)):
-        raise Unusable(f"the source has other files than it was made from, such as {odd[0]}")
+        raise Unusable(
+            f"the source has other files than it was made from, such as {odd[0]}"
+        )
     for name, file in now.items():
         old, new = recorded[name], file.stat()
-        if new.st_size != old["size"] or (new.st_mtime_ns != old["mtime_ns"] and _sha256(file) != old["sha256"]):
+        if new.st_size != old["size"] or (
+            new.st_mtime_ns != old["mtime_ns"] and _sha256(file) != old["sha256"]
+        ):
             raise Unusable(f"its source {name} has changed")
 
 
 def _entry(file: Path, root: Path) -> dict[str, Any]:
     now = file.stat()
-    return {"file": _shown(file, root), "size": now.st_size, "mtime_ns": now.st_mtime_ns, "sha256": _sha256(file)}
+    return {
+        "file": _shown(file, root),
+        "size": now.st_size,
+        "mtime_ns": now.st_mtime_ns,
+        "sha256": _sha256(file),
+    }
 
 
 def _sha256(file: Path) -> str:

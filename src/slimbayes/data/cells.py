@@ -22,21 +22,33 @@ from slimbayes.errors import brief
 _MOST = float(np.finfo(np.float32).max)
 Kind = Literal["number", "word", "date"]
 Decimal = Literal["point", "comma"]
-Allow = Literal["finite", "missing", "any"]  # numbers: all there, some missing (NaN), or infinite, too
+Allow = Literal[
+    "finite", "missing", "any"
+]  # numbers: all there, some missing (NaN), or infinite, too
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "?"})
 # Signs of money or per cent, and what parts thousands: "$1,005.24", "12 €", "1 234,5", "7 %".
-_DRESSED = re.compile(r"[-+]?[$€£¥₹]?\s*[-+]?\d+(?:[ ,.'\u00a0\u202f]\d{3})*(?:[.,]\d+)?\s*[$€£¥₹%]?")
+_DRESSED = re.compile(
+    r"[-+]?[$€£¥₹]?\s*[-+]?\d+(?:[ ,.'\u00a0\u202f]\d{3})*(?:[.,]\d+)?\s*[$€£¥₹%]?"
+)
 _YEAR_FIRST = re.compile(r"(\d{4})([-/.])(\d{1,2})\2(\d{1,2})")
 _YEAR_LAST = re.compile(r"(\d{1,2})([-/.])(\d{1,2})\2(\d{4})")
 _CYCLES = {"year": 365.2425, "week": 7.0, "day": 1.0}  # in days
 
 
 def read_column(
-    place: str, name: str, kind: Kind, cells: Sequence[Any], lines: Sequence[int], decimal: Decimal, allow: Allow
+    place: str,
+    name: str,
+    kind: Kind,
+    cells: Sequence[Any],
+    lines: Sequence[int],
+    decimal: Decimal,
+    allow: Allow,
 ) -> np.ndarray:
     """A column (n,) of cells from lines with these numbers, which errors name after `place`."""
     if kind == "number" and decimal == "point":
-        with suppress(ValueError, TypeError):  # nearly always they are plain numbers: all at once
+        with suppress(
+            ValueError, TypeError
+        ):  # nearly always they are plain numbers: all at once
             plain = np.fromiter(map(float, cells), np.float64, len(cells))
             if (np.abs(plain) <= _MOST).all() and "_" not in "".join(cells):
                 return plain
@@ -48,7 +60,9 @@ def read_column(
         try:
             out[row] = _value(text, kind, decimal_of(cell, decimal), allow)
         except ValueError as error:
-            raise ValueError(f"{place} {line}, column {brief(name)}: {brief(text)} {error}.") from error
+            raise ValueError(
+                f"{place} {line}, column {brief(name)}: {brief(text)} {error}."
+            ) from error
     return out if kind == "word" else out.astype(np.float64)
 
 
@@ -63,7 +77,11 @@ def _value(text: str, kind: Kind, decimal: Decimal, allow: Allow) -> str | float
     value = number_in(text, decimal)
     if value is None:
         other = number_in(text, "comma" if decimal == "point" else "point")
-        raise ValueError("is not a number" if other is None else f"is no number with a decimal {decimal}")
+        raise ValueError(
+            "is not a number"
+            if other is None
+            else f"is no number with a decimal {decimal}"
+        )
     if abs(value) > _MOST and (allow != "any" or math.isfinite(value)):
         raise ValueError("is infinite, or too large for float32")
     return value
@@ -105,7 +123,9 @@ def text_of(value: Any) -> str:
     """A cell of a parquet file as a csv has it."""
     if isinstance(value, str):
         return value
-    return "" if value is None else repr(value) if isinstance(value, float) else str(value)
+    return (
+        "" if value is None else repr(value) if isinstance(value, float) else str(value)
+    )
 
 
 def check_text(place: str, cell: str, what: str) -> None:
@@ -148,15 +168,21 @@ def days_of(cell: str) -> float:
     elif found := _YEAR_LAST.fullmatch(day):
         number, mark, month, year = found.groups()
         if mark != ".":
-            raise ValueError("may be the day or the month first: write dates as 1970-01-31")
+            raise ValueError(
+                "may be the day or the month first: write dates as 1970-01-31"
+            )
     else:
         raise ValueError("is no date such as 1970-01-31")
     if time[1:2] == ":":  # 6:00
         time = f"0{time}"
     try:
-        moment = datetime.fromisoformat(f"{year}-{int(month):02}-{int(number):02}T{time or '00:00'}")
+        moment = datetime.fromisoformat(
+            f"{year}-{int(month):02}-{int(number):02}T{time or '00:00'}"
+        )
     except ValueError:
-        raise ValueError("is no date such as 1970-01-31, or no time such as 18:30") from None
+        raise ValueError(
+            "is no date such as 1970-01-31, or no time such as 18:30"
+        ) from None
     moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment
     return (moment - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() / 86400
 
@@ -175,5 +201,8 @@ def date_columns(name: str, days: np.ndarray) -> dict[str, np.ndarray]:
     found = {f"{name}: days": days}
     for cycle, length in _CYCLES.items():
         angle = 2 * np.pi * (days / length % 1)
-        found |= {f"{name}: {cycle} sin": np.sin(angle), f"{name}: {cycle} cos": np.cos(angle)}
+        found |= {
+            f"{name}: {cycle} sin": np.sin(angle),
+            f"{name}: {cycle} cos": np.cos(angle),
+        }
     return found

@@ -21,7 +21,10 @@ from slimbayes.data.folders import ImageFolder
 if TYPE_CHECKING:
     from slimbayes.data.stays import Stays
 
-_INPUTS, _TARGETS = ("image", "img", "x", "pixel_values", "input_ids"), ("label", "labels", "y", "target", "fine_label")
+_INPUTS, _TARGETS = (
+    ("image", "img", "x", "pixel_values", "input_ids"),
+    ("label", "labels", "y", "target", "fine_label"),
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,9 @@ class Split:
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y):
-            raise ValueError(f"A split needs a target each, got {len(self.x)} inputs and {len(self.y)} targets.")
+            raise ValueError(
+                f"A split needs a target each, got {len(self.x)} inputs and {len(self.y)} targets."
+            )
 
     def __len__(self) -> int:
         return len(self.y)
@@ -88,14 +93,20 @@ class Dataset:
 
     def to(self, device: torch.device | str) -> Dataset:
         """The same set with its tensors on `device`; image folders stay where they are."""
-        return replace(self, splits={name: rows.to(device) for name, rows in self.splits.items()})
+        return replace(
+            self, splits={name: rows.to(device) for name, rows in self.splits.items()}
+        )
 
     def _tensors(self, name: str) -> Split:
         split = self.splits.get(name)
         if split is None:
-            raise ValueError(f"{self.name} has no split {name!r} here, it has: {', '.join(self.splits)}.")
+            raise ValueError(
+                f"{self.name} has no split {name!r} here, it has: {', '.join(self.splits)}."
+            )
         if not isinstance(split, Split):
-            raise TypeError(f"{self.name} is decoded image by image: give splits[{name!r}] to a torch DataLoader.")
+            raise TypeError(
+                f"{self.name} is decoded image by image: give splits[{name!r}] to a torch DataLoader."
+            )
         return split
 
 
@@ -113,35 +124,55 @@ class Found:
 
     @classmethod
     def of_files(
-        cls, read: Callable[..., Split], files: Mapping[str, Sequence[Path]], classes: tuple[str, ...], *more: Path
+        cls,
+        read: Callable[..., Split],
+        files: Mapping[str, Sequence[Path]],
+        classes: tuple[str, ...],
+        *more: Path,
     ) -> Self | None:
         """Splits that `read` makes of some files each: if one of them is there, all must be. `more` are files that
         classes were read from."""
 
         def whole(paths: Sequence[Path]) -> Split:
             if missing := next((path for path in paths if not path.is_file()), None):
-                raise FileNotFoundError(f"{missing} is missing, though other files of the set are there.")
+                raise FileNotFoundError(
+                    f"{missing} is missing, though other files of the set are there."
+                )
             return read(*paths)
 
-        splits = {s: partial(whole, paths) for s, paths in files.items() if any(path.is_file() for path in paths)}
+        splits = {
+            s: partial(whole, paths)
+            for s, paths in files.items()
+            if any(path.is_file() for path in paths)
+        }
         here = [path for path in (*chain(*files.values()), *more) if path.is_file()]
         return cls(splits, classes, files=lambda: here) if splits else None
 
 
 def labels(values: Any, classes: int, file: Path, first: int = 0) -> Tensor:
     """Labels (N,) as int64, from numbers that count from `first`; any other is an error that names file and record."""
-    if values.ndim != 1 or (not isinstance(values, Tensor) and values.dtype.kind not in "ui"):
+    if values.ndim != 1 or (
+        not isinstance(values, Tensor) and values.dtype.kind not in "ui"
+    ):
         got = f"{values.dtype} of shape {tuple(values.shape)}"
         raise ValueError(f"{file}: labels must be whole numbers (n,), got {got}.")
-    numbers = values.long() if isinstance(values, Tensor) else torch.from_numpy(values.astype("int64"))
+    numbers = (
+        values.long()
+        if isinstance(values, Tensor)
+        else torch.from_numpy(values.astype("int64"))
+    )
     wrong = ((numbers < first) | (numbers >= first + classes)).nonzero()
     if len(wrong):
         row, last = int(wrong[0, 0]), first + classes - 1
-        raise ValueError(f"{file}, record {row}: label {int(numbers[row])} is not one of {first}..{last}.")
+        raise ValueError(
+            f"{file}, record {row}: label {int(numbers[row])} is not one of {first}..{last}."
+        )
     return numbers
 
 
-def as_split(dataset: Any, inputs: str | None = None, targets: str | None = None) -> Split:
+def as_split(
+    dataset: Any, inputs: str | None = None, targets: str | None = None
+) -> Split:
     """All rows of another package's data set as tensors in main memory.
 
     Args:
@@ -157,30 +188,54 @@ def as_split(dataset: Any, inputs: str | None = None, targets: str | None = None
         >>> split.x.shape, split.y.tolist()
         (torch.Size([5, 3, 8, 8]), [0, 1, 0, 1, 0])
     """
-    rows: Iterable[Any] = dataset if hasattr(dataset, "__iter__") else (dataset[i] for i in range(len(dataset)))
+    rows: Iterable[Any] = (
+        dataset
+        if hasattr(dataset, "__iter__")
+        else (dataset[i] for i in range(len(dataset)))
+    )
     pairs = [_pair(row, number, inputs, targets) for number, row in enumerate(rows)]
     if not pairs:
         raise ValueError("The data set has no rows.")
     sizes = [tuple(x.shape) for x, _ in pairs]
     if odd := next((i for i, size in enumerate(sizes) if size != sizes[0]), None):
-        raise ValueError(f"Row {odd} has an input of shape {sizes[odd]}, row 0 one of {sizes[0]}; resize them first.")
+        raise ValueError(
+            f"Row {odd} has an input of shape {sizes[odd]}, row 0 one of {sizes[0]}; resize them first."
+        )
     return Split(torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs]))
 
 
-def _pair(row: Any, number: int, inputs: str | None, targets: str | None) -> tuple[Tensor, Tensor]:
+def _pair(
+    row: Any, number: int, inputs: str | None, targets: str | None
+) -> tuple[Tensor, Tensor]:
     if hasattr(row, "keys"):
-        row = [row[_key(row, inputs, _INPUTS, "inputs", number)], row[_key(row, targets, _TARGETS, "targets", number)]]
+        row = [
+            row[_key(row, inputs, _INPUTS, "inputs", number)],
+            row[_key(row, targets, _TARGETS, "targets", number)],
+        ]
     if not isinstance(row, tuple | list) or len(row) != 2:
-        raise ValueError(f"Row {number} must be an (input, target) pair or a dictionary, got {type(row).__name__}.")
-    x, y = (_tensor(value, f"Row {number} has {what}") for value, what in zip(row, ("an input", "a target")))
+        raise ValueError(
+            f"Row {number} must be an (input, target) pair or a dictionary, got {type(row).__name__}."
+        )
+    x, y = (
+        _tensor(value, f"Row {number} has {what}")
+        for value, what in zip(row, ("an input", "a target"))
+    )
     return x, y.float() if y.is_floating_point() else y.long()
 
 
-def _key(row: Any, wanted: str | None, usual: tuple[str, ...], argument: str, number: int) -> str:
-    found = wanted if wanted is not None else next((name for name in usual if name in row), None)
+def _key(
+    row: Any, wanted: str | None, usual: tuple[str, ...], argument: str, number: int
+) -> str:
+    found = (
+        wanted
+        if wanted is not None
+        else next((name for name in usual if name in row), None)
+    )
     if found is None or found not in row:
         keys = ", ".join(map(str, row.keys()))
-        raise ValueError(f"Row {number} has the keys {keys}; say with {argument}= which of them to take.")
+        raise ValueError(
+            f"Row {number} has the keys {keys}; say with {argument}= which of them to take."
+        )
     return found
 
 
@@ -191,4 +246,6 @@ def _tensor(value: Any, place: str) -> Tensor:
             return pixels[None] if pixels.dim() == 2 else pixels.permute(2, 0, 1)
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{place} of type {type(value).__name__}, which is no image, array or tensor.") from error
+        raise ValueError(
+            f"{place} of type {type(value).__name__}, which is no image, array or tensor."
+        ) from error

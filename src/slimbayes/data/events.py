@@ -49,13 +49,23 @@ class Events:
     def __post_init__(self) -> None:
         shapes = [tuple(column.shape) for column in self._columns()]
         if len(set(shapes)) > 1 or self.patient.dim() != 1:
-            raise ValueError(f"Events need a patient, time, feature and value each, got the shapes {shapes}.")
-        if self.hours.dtype != torch.float64:  # else minutes fall on the wrong side of a bag's edge
+            raise ValueError(
+                f"Events need a patient, time, feature and value each, got the shapes {shapes}."
+            )
+        if (
+            self.hours.dtype != torch.float64
+        ):  # else minutes fall on the wrong side of a bag's edge
             raise ValueError(f"Events: hours must be float64, got {self.hours.dtype}.")
         last = len(self.features) - 1
         for what, wrong in (
-            (f"patient is not one of 0..{self.patients - 1}", (self.patient < 0) | (self.patient >= self.patients)),
-            (f"feature is not one of 0..{last}", (self.feature < 0) | (self.feature > last)),
+            (
+                f"patient is not one of 0..{self.patients - 1}",
+                (self.patient < 0) | (self.patient >= self.patients),
+            ),
+            (
+                f"feature is not one of 0..{last}",
+                (self.feature < 0) | (self.feature > last),
+            ),
             ("time is not finite", ~self.hours.isfinite()),
             ("value is not finite; without a value it is nan", self.value.isinf()),
         ):
@@ -72,11 +82,22 @@ class Events:
     def of(self, patients: Tensor) -> Events:
         """The events of some patients, int64 indices without repeats, who are then numbered in that order."""
         if len(patients.unique()) != len(patients):
-            raise ValueError(f"Patients must be named once, got {len(patients) - len(patients.unique())} repeats.")
-        number = torch.full((self.patients,), -1, dtype=torch.int64, device=self.patient.device)
+            raise ValueError(
+                f"Patients must be named once, got {len(patients) - len(patients.unique())} repeats."
+            )
+        number = torch.full(
+            (self.patients,), -1, dtype=torch.int64, device=self.patient.device
+        )
         number[patients] = torch.arange(len(patients), device=self.patient.device)
         chosen = self.where(number[self.patient] >= 0)
-        return Events(number[chosen.patient], chosen.hours, chosen.feature, chosen.value, len(patients), self.features)
+        return Events(
+            number[chosen.patient],
+            chosen.hours,
+            chosen.feature,
+            chosen.value,
+            len(patients),
+            self.features,
+        )
 
     def where(self, keep: Tensor) -> Events:
         """The events at which `keep`, (E,) bool, is true."""
@@ -93,7 +114,12 @@ class EventList:
     """Events that are read one by one, 28 bytes each."""
 
     def __init__(self) -> None:
-        self.patient, self.hours, self.feature, self.value = array("q"), array("d"), array("q"), array("f")
+        self.patient, self.hours, self.feature, self.value = (
+            array("q"),
+            array("d"),
+            array("q"),
+            array("f"),
+        )
 
     def append(self, patient: int, hours: float, feature: int, value: float) -> None:
         self.patient.append(patient)
@@ -103,10 +129,19 @@ class EventList:
 
     def events(self, patients: int, features: tuple[str, ...]) -> Events:
         def column(values: array[Any], dtype: torch.dtype) -> Tensor:
-            return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype, device="cpu")
+            return (
+                torch.frombuffer(values, dtype=dtype)
+                if values
+                else torch.empty(0, dtype=dtype, device="cpu")
+            )
 
-        patient, feature = (column(values, torch.int64) for values in (self.patient, self.feature))
-        hours, value = column(self.hours, torch.float64), column(self.value, torch.float32)
+        patient, feature = (
+            column(values, torch.int64) for values in (self.patient, self.feature)
+        )
+        hours, value = (
+            column(self.hours, torch.float64),
+            column(self.value, torch.float32),
+        )
         return Events(patient, hours, feature, value, patients, features)
 
 
@@ -137,15 +172,27 @@ class Buckets:
             raise ValueError(f"Buckets: count must be at least 1, got {count!r}.")
         seen = events.until(hours)
         seen = seen.where(~seen.value.isnan())
-        edges = torch.full((len(events.features), count - 1), math.inf, device=seen.value.device)
+        edges = torch.full(
+            (len(events.features), count - 1), math.inf, device=seen.value.device
+        )
         # Sorted by feature, then value: torch.quantile stops at 16 million numbers, and would scan all each time.
         order = seen.value.argsort()
         order = order[seen.feature[order].argsort(stable=True)]
-        values, sizes = seen.value[order], seen.feature.bincount(minlength=len(events.features))
+        values, sizes = (
+            seen.value[order],
+            seen.feature.bincount(minlength=len(events.features)),
+        )
         starts = sizes.cumsum(0) - sizes
         for feature in sizes.nonzero().flatten().tolist():
-            at = torch.arange(1, count, dtype=torch.float64, device=values.device) / count * (int(sizes[feature]) - 1)
-            low, high = values[starts[feature] + at.floor().long()], values[starts[feature] + at.ceil().long()]
+            at = (
+                torch.arange(1, count, dtype=torch.float64, device=values.device)
+                / count
+                * (int(sizes[feature]) - 1)
+            )
+            low, high = (
+                values[starts[feature] + at.floor().long()],
+                values[starts[feature] + at.ceil().long()],
+            )
             edges[feature] = torch.lerp(low, high, at.frac().float())
         return cls(edges, events.features)
 
@@ -157,17 +204,32 @@ class Buckets:
     def names(self) -> tuple[str, ...]:
         """The name of every token: "" for padding, then "HR", "HR/0", "HR/1", ..."""
         buckets = range(self.edges.shape[1] + 1)
-        return ("", *(name for f in self.features for name in (f, *(f"{f}/{bucket}" for bucket in buckets))))
+        return (
+            "",
+            *(
+                name
+                for f in self.features
+                for name in (f, *(f"{f}/{bucket}" for bucket in buckets))
+            ),
+        )
 
     def tokens(self, events: Events) -> Tensor:
         """The token of each event, (E,) int64."""
         if events.features != self.features:
-            raise ValueError(f"Buckets of {len(self.features)} features cannot read events of other features.")
-        bucket = torch.zeros_like(events.feature)  # edges at or below the value, one edge of all features at a time
+            raise ValueError(
+                f"Buckets of {len(self.features)} features cannot read events of other features."
+            )
+        bucket = torch.zeros_like(
+            events.feature
+        )  # edges at or below the value, one edge of all features at a time
         for edge in self.edges.unbind(1):
             bucket += events.value >= edge[events.feature]
         none = events.value.isnan()
-        return 1 + events.feature * (self.edges.shape[1] + 2) + (bucket + 1).masked_fill(none, 0)
+        return (
+            1
+            + events.feature * (self.edges.shape[1] + 2)
+            + (bucket + 1).masked_fill(none, 0)
+        )
 
 
 def bag(
@@ -197,34 +259,64 @@ def bag(
         [[[2], [2]]]
     """
     limit = hours if aggregate_older_than is None else min(aggregate_older_than, hours)
-    if not (hours > 0 and precision > 0 and limit > 0 and (tokens_per_bag is None or tokens_per_bag > 0)):
+    if not (
+        hours > 0
+        and precision > 0
+        and limit > 0
+        and (tokens_per_bag is None or tokens_per_bag > 0)
+    ):
         got = (hours, precision, aggregate_older_than, tokens_per_bag)
-        raise ValueError(f"bag: hours, precision, aggregate_older_than and tokens_per_bag must be positive, got {got}.")
+        raise ValueError(
+            f"bag: hours, precision, aggregate_older_than and tokens_per_bag must be positive, got {got}."
+        )
     events = events.until(hours)
-    fine, history = math.ceil(limit / precision - 1e-9), int(aggregate_older_than is not None)
+    fine, history = (
+        math.ceil(limit / precision - 1e-9),
+        int(aggregate_older_than is not None),
+    )
     age = hours - events.hours
-    index = ((age + 1e-9) / precision).long().clamp_max(fine - 1)  # 1e-9: minutes as hours do not divide evenly
+    index = (
+        ((age + 1e-9) / precision).long().clamp_max(fine - 1)
+    )  # 1e-9: minutes as hours do not divide evenly
     if history:
         index = index.masked_fill(age > limit + 1e-9, fine)
     steps = fine + history
     place = events.patient * steps + (steps - 1 - index)
     sizes = place.bincount(minlength=events.patients * steps)
     fullest = max(1, int(sizes.max()) if len(sizes) else 0)
-    out = torch.zeros(len(sizes), min(fullest, tokens_per_bag or fullest), dtype=torch.int32, device=place.device)
+    out = torch.zeros(
+        len(sizes),
+        min(fullest, tokens_per_bag or fullest),
+        dtype=torch.int32,
+        device=place.device,
+    )
     step = max(1, math.ceil(len(sizes) / math.ceil((len(place) + 1) / _AT_A_TIME)))
     for first in range(0, len(sizes), step):
-        mine, rows = (place >= first) & (place < first + step), slice(first, first + step)
+        mine, rows = (
+            (place >= first) & (place < first + step),
+            slice(first, first + step),
+        )
         part = events.where(mine)
-        _fill(out[rows], buckets.tokens(part), place[mine] - first, part.hours, sizes[rows])
+        _fill(
+            out[rows],
+            buckets.tokens(part),
+            place[mine] - first,
+            part.hours,
+            sizes[rows],
+        )
     return out.view(events.patients, steps, out.shape[1])
 
 
-def _fill(out: Tensor, tokens: Tensor, place: Tensor, hours: Tensor, sizes: Tensor) -> None:
+def _fill(
+    out: Tensor, tokens: Tensor, place: Tensor, hours: Tensor, sizes: Tensor
+) -> None:
     """Tokens (E,) into the rows of `out` (places, L) that they belong to, in the order of time."""
     order = hours.argsort(stable=True)
     order = order[place[order].argsort(stable=True)]
     tokens, place = tokens[order], place[order]
-    starts = sizes.cumsum(0) - sizes + (sizes - out.shape[1]).clamp_min(0)  # of those kept, the latest
+    starts = (
+        sizes.cumsum(0) - sizes + (sizes - out.shape[1]).clamp_min(0)
+    )  # of those kept, the latest
     column = torch.arange(len(tokens), device=tokens.device) - starts[place]
     kept = column >= 0
     out[place[kept], column[kept]] = tokens[kept].int()

@@ -47,14 +47,23 @@ class ImageFolder(torch.utils.data.Dataset[tuple[Any, int]]):
         self.read: Callable[[Path], Tensor] = decode
         self.classes = class_folders(self.folder)
         if classes is not None and self.classes != classes:
-            got, odd = f"{len(self.classes)} class folders", sorted(set(classes) ^ set(self.classes))[:5]
-            raise ValueError(f"{folder} has {got} and {len(classes)} were expected; only one side has {odd}.")
+            got, odd = (
+                f"{len(self.classes)} class folders",
+                sorted(set(classes) ^ set(self.classes))[:5],
+            )
+            raise ValueError(
+                f"{folder} has {got} and {len(classes)} were expected; only one side has {odd}."
+            )
         self.paths: list[Path] = []
         numbers: list[int] = []
         for label, name in enumerate(self.classes):
-            images = sorted(p for p in (self.folder / name).iterdir() if p.suffix.lower() in ENDINGS)
+            images = sorted(
+                p for p in (self.folder / name).iterdir() if p.suffix.lower() in ENDINGS
+            )
             if not images:
-                raise ValueError(f"{self.folder / name} holds no image that ends in {', '.join(ENDINGS)}.")
+                raise ValueError(
+                    f"{self.folder / name} holds no image that ends in {', '.join(ENDINGS)}."
+                )
             self.paths += images
             numbers += [label] * len(images)
         self.y = torch.tensor(numbers, device="cpu")
@@ -64,7 +73,9 @@ class ImageFolder(torch.utils.data.Dataset[tuple[Any, int]]):
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         image = self.read(self.paths[index])
-        return (image if self.transform is None else self.transform(image)), int(self.y[index])
+        return (image if self.transform is None else self.transform(image)), int(
+            self.y[index]
+        )
 
     def pick(self, index: Tensor) -> Self:
         """The same folder with some of its images, in that order."""
@@ -80,8 +91,16 @@ class ImageFolder(torch.utils.data.Dataset[tuple[Any, int]]):
 def class_folders(folder: Path) -> tuple[str, ...]:
     """Names of the class folders, sorted."""
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder: it must hold one folder of images for each class.")
-    return tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
+        raise FileNotFoundError(
+            f"{folder} is not a folder: it must hold one folder of images for each class."
+        )
+    return tuple(
+        sorted(
+            entry.name
+            for entry in folder.iterdir()
+            if entry.is_dir() and not entry.name.startswith(".")
+        )
+    )
 
 
 def decode(path: Path) -> Tensor:
@@ -112,8 +131,13 @@ def read_crop(
     """`resized_crop` of a picture in its file: from all of it, smoothed before it shrinks; uint8 (3, size, size)."""
     check_boxes(scale, ratio)
     picture = _opened(path)
-    u = torch.rand((5, 1), generator=generator, device="cpu")  # where pictures are decoded
-    top, left, tall, wide = (float(side) for side in crop_boxes(u, picture.height, picture.width, scale, ratio))
+    u = torch.rand(
+        (5, 1), generator=generator, device="cpu"
+    )  # where pictures are decoded
+    top, left, tall, wide = (
+        float(side)
+        for side in crop_boxes(u, picture.height, picture.width, scale, ratio)
+    )
     out = _resized(picture, (left, top, left + wide, top + tall), size)
     return out.flip(2) if flip and float(u[4]) < 0.5 else out
 
@@ -128,12 +152,16 @@ def _opened(path: Path) -> Any:
             picture.load()  # as it is where it can be: converting would copy it
             return picture if picture.mode == "RGB" else picture.convert("RGB")
     except (OSError, SyntaxError, image.DecompressionBombError) as error:
-        raise ValueError(f"{path} cannot be decoded as a JPEG or PNG image: {error}") from error
+        raise ValueError(
+            f"{path} cannot be decoded as a JPEG or PNG image: {error}"
+        ) from error
 
 
 def _resized(picture: Any, box: tuple[float, float, float, float], size: int) -> Tensor:
     """The inside of a box (left, top, right, bottom), bilinear, every pixel of it weighed in."""
-    return _pixels(picture.resize((size, size), require("PIL.Image").Resampling.BILINEAR, box))
+    return _pixels(
+        picture.resize((size, size), require("PIL.Image").Resampling.BILINEAR, box)
+    )
 
 
 def _pixels(picture: Any) -> Tensor:
@@ -141,7 +169,11 @@ def _pixels(picture: Any) -> Tensor:
 
 
 def pad_crop_flip(
-    images: Tensor, pad: int = 4, flip: bool = True, fill: float = 0.0, generator: torch.Generator | None = None
+    images: Tensor,
+    pad: int = 4,
+    flip: bool = True,
+    fill: float = 0.0,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Crops of the images padded by `pad` on every side, at random places, half of them mirrored: the CIFAR recipe.
 
@@ -157,8 +189,12 @@ def pad_crop_flip(
     if pad < 0:
         raise ValueError(f"pad must not be negative, got {pad!r}.")
     batch, _, height, width = images.shape
-    rows = _offsets(batch, 2 * pad + 1, images, generator) + torch.arange(height, device=images.device)
-    columns = _offsets(batch, 2 * pad + 1, images, generator) + torch.arange(width, device=images.device)
+    rows = _offsets(batch, 2 * pad + 1, images, generator) + torch.arange(
+        height, device=images.device
+    )
+    columns = _offsets(batch, 2 * pad + 1, images, generator) + torch.arange(
+        width, device=images.device
+    )
     if flip:
         mirrored = _offsets(batch, 2, images, generator) == 1
         columns = torch.where(mirrored, columns.flip(1), columns)
@@ -192,7 +228,9 @@ def resized_crop(
     """
     _check(images)
     if not images.is_floating_point():
-        raise TypeError(f"resized_crop needs floating-point images, got {images.dtype}; divide by 255.")
+        raise TypeError(
+            f"resized_crop needs floating-point images, got {images.dtype}; divide by 255."
+        )
     check_boxes(scale, ratio)
     batch, _, height, width = images.shape
     device = generator.device if generator else images.device
@@ -201,40 +239,76 @@ def resized_crop(
     rows, columns = _centres(top, tall, size, height), _centres(left, wide, size, width)
     if flip:
         columns = torch.where(u[4].unsqueeze(1) < 0.5, columns.flip(1), columns)
-    grid = torch.stack([columns.unsqueeze(1).expand(-1, size, -1), rows.unsqueeze(2).expand(-1, -1, size)], -1)
-    return F.grid_sample(images, grid.to(images.dtype), mode="bilinear", padding_mode="border", align_corners=False)
+    grid = torch.stack(
+        [
+            columns.unsqueeze(1).expand(-1, size, -1),
+            rows.unsqueeze(2).expand(-1, -1, size),
+        ],
+        -1,
+    )
+    return F.grid_sample(
+        images,
+        grid.to(images.dtype),
+        mode="bilinear",
+        padding_mode="border",
+        align_corners=False,
+    )
 
 
 def check_boxes(scale: tuple[float, float], ratio: tuple[float, float]) -> None:
     """Refuse shares of the area, or ratios of width to height, that no crop has."""
     if not 0 < scale[0] <= scale[1] <= 1 or not 0 < ratio[0] <= ratio[1]:
-        raise ValueError(f"scale must lie in (0, 1] and ratio above 0, least first; got scale={scale}, ratio={ratio}.")
+        raise ValueError(
+            f"scale must lie in (0, 1] and ratio above 0, least first; got scale={scale}, ratio={ratio}."
+        )
 
 
 def crop_boxes(
-    u: Tensor, height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]
+    u: Tensor,
+    height: int,
+    width: int,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
 ) -> tuple[Tensor, ...]:
     """Top, left, height and width of crops, each (B,), from numbers u (4 or more, B) in [0, 1)."""
     area = (scale[0] + (scale[1] - scale[0]) * u[0]) * height * width
-    shape = torch.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * u[1])
-    tall, wide = (area / shape).sqrt().round().clamp(1, height), (area * shape).sqrt().round().clamp(1, width)
-    return (u[2] * (height - tall + 1)).floor(), (u[3] * (width - wide + 1)).floor(), tall, wide
+    shape = torch.exp(
+        math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * u[1]
+    )
+    tall, wide = (
+        (area / shape).sqrt().round().clamp(1, height),
+        (area * shape).sqrt().round().clamp(1, width),
+    )
+    return (
+        (u[2] * (height - tall + 1)).floor(),
+        (u[3] * (width - wide + 1)).floor(),
+        tall,
+        wide,
+    )
 
 
 def _centres(start: Tensor, length: Tensor, size: int, whole: int) -> Tensor:
     """Where the centres of `size` target pixels lie within crops, (B, size), in grid_sample's units of [-1, 1]."""
     steps = (torch.arange(size, device=start.device) + 0.5) / size
     # Within half a pixel of the crop's edge, so that nothing outside of it is mixed in.
-    inside = (steps * length.unsqueeze(1)).clamp_min(0.5).minimum(length.unsqueeze(1) - 0.5)
+    inside = (
+        (steps * length.unsqueeze(1)).clamp_min(0.5).minimum(length.unsqueeze(1) - 0.5)
+    )
     return (start.unsqueeze(1) + inside) * 2 / whole - 1
 
 
-def _offsets(batch: int, values: int, images: Tensor, generator: torch.Generator | None) -> Tensor:
+def _offsets(
+    batch: int, values: int, images: Tensor, generator: torch.Generator | None
+) -> Tensor:
     """One whole number below `values` for each image, (B, 1)."""
     device = generator.device if generator else images.device
-    return torch.randint(values, (batch, 1), generator=generator, device=device).to(images.device)
+    return torch.randint(values, (batch, 1), generator=generator, device=device).to(
+        images.device
+    )
 
 
 def _check(images: Tensor) -> None:
     if images.dim() != 4:
-        raise ValueError(f"Images must be a batch (B, C, H, W), got shape {tuple(images.shape)}.")
+        raise ValueError(
+            f"Images must be a batch (B, C, H, W), got shape {tuple(images.shape)}."
+        )

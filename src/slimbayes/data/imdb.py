@@ -47,7 +47,9 @@ def count_vocabulary(texts: Iterable[str], size: int = VOCABULARY) -> tuple[str,
     return (*RESERVED, *ranked[: size - len(RESERVED)])
 
 
-def encode(texts: Sequence[str], vocabulary: Sequence[str], length: int = LENGTH) -> Tensor:
+def encode(
+    texts: Sequence[str], vocabulary: Sequence[str], length: int = LENGTH
+) -> Tensor:
     """Word numbers (N, L) int64 of texts, the last `length` of each, padded in front.
 
     Example:
@@ -55,7 +57,9 @@ def encode(texts: Sequence[str], vocabulary: Sequence[str], length: int = LENGTH
         tensor([[0, 1, 3, 2],
                 [4, 4, 3, 3]])
     """
-    number = {word: index for index, word in enumerate(vocabulary) if index >= len(RESERVED)}
+    number = {
+        word: index for index, word in enumerate(vocabulary) if index >= len(RESERVED)
+    }
     out = torch.zeros(len(texts), length, dtype=torch.int64, device="cpu")
     for place, text in enumerate(texts):
         kept = [1, *(number.get(word, 2) for word in words(text)[-length:])][-length:]
@@ -65,7 +69,10 @@ def encode(texts: Sequence[str], vocabulary: Sequence[str], length: int = LENGTH
 
 def tree(folder: Path) -> Found | None:
     """The aclImdb folders: train and test, neg and pos in each, <id>_<rating>.txt for each review."""
-    places = {(split, label): folder / split / ("neg", "pos")[label] for split, label in _QUARTERS}
+    places = {
+        (split, label): folder / split / ("neg", "pos")[label]
+        for split, label in _QUARTERS
+    }
     if not all(place.is_dir() for place in places.values()):
         return None
 
@@ -73,18 +80,27 @@ def tree(folder: Path) -> Found | None:
         halves: Halves = {"train": ([], []), "test": ([], [])}
         for (split, label), place in places.items():
             if not (files := _review_files(place)):
-                raise ValueError(f"{place} holds no reviews; files named <id>_<rating>.txt were expected.")
-            halves[split][0].extend(_decode(file.read_bytes(), str(file)) for file in files)
+                raise ValueError(
+                    f"{place} holds no reviews; files named <id>_<rating>.txt were expected."
+                )
+            halves[split][0].extend(
+                _decode(file.read_bytes(), str(file)) for file in files
+            )
             halves[split][1].extend([label] * len(files))
         return halves
 
-    return _reviews(read, lambda: [file for place in places.values() for file in _review_files(place)])
+    return _reviews(
+        read,
+        lambda: [file for place in places.values() for file in _review_files(place)],
+    )
 
 
 def _review_files(place: Path) -> list[Path]:
     """Review files by number, which is also the order of the packed format."""
     files = list(place.glob("*.txt"))
-    odd = next((file for file in files if not file.stem.split("_")[0].isdecimal()), None)
+    odd = next(
+        (file for file in files if not file.stem.split("_")[0].isdecimal()), None
+    )
     if odd is not None:
         raise ValueError(f"{odd} is not named <id>_<rating>.txt.")
     return sorted(files, key=lambda file: (int(file.stem.split("_")[0]), file.name))
@@ -103,13 +119,17 @@ def _read_packed(texts: Path, stars: Path) -> Halves:
     lines = read_xz(texts).removesuffix(b"\n").split(b"\n")
     if len(lines) != len(ratings) or len(lines) % 4:
         need = "both need the same number, a multiple of 4"
-        raise ValueError(f"{texts} has {len(lines)} lines and {stars} {len(ratings)} ratings; {need}.")
+        raise ValueError(
+            f"{texts} has {len(lines)} lines and {stars} {len(ratings)} ratings; {need}."
+        )
     halves: Halves = {"train": ([], []), "test": ([], [])}
     for row, (line, rating) in enumerate(zip(lines, ratings)):
         split, label = _QUARTERS[row * 4 // len(lines)]
         if rating not in ((1, 2, 3, 4) if label == 0 else (7, 8, 9, 10)):
             where = f"rating {rating} in the {CLASSES[label]} quarter of {split}"
-            raise ValueError(f"{stars}, row {row}: {where}, expected 1-4 or 7-10 there.")
+            raise ValueError(
+                f"{stars}, row {row}: {where}, expected 1-4 or 7-10 there."
+            )
         halves[split][0].append(_decode(line, f"{texts}, line {row + 1}"))
         halves[split][1].append(label)
     return halves
@@ -131,4 +151,9 @@ def _reviews(read: Callable[[], Halves], files: Callable[[], Sequence[Path]]) ->
         written, numbers = texts()[name]
         return Split(encode(written, vocabulary()), torch.tensor(numbers, device="cpu"))
 
-    return Found({name: partial(split, name) for name in ("train", "test")}, CLASSES, vocabulary, files)
+    return Found(
+        {name: partial(split, name) for name in ("train", "test")},
+        CLASSES,
+        vocabulary,
+        files,
+    )

@@ -36,10 +36,22 @@ class Source:
     balanced: bool = False
 
 
-def _idx(name: str, url: str, folder: str, classes: tuple[str, ...], balanced: bool = True) -> Source:
-    layout = "{train,t10k}-images-idx3-ubyte[.gz] and {train,t10k}-labels-idx1-ubyte[.gz]"
+def _idx(
+    name: str, url: str, folder: str, classes: tuple[str, ...], balanced: bool = True
+) -> Source:
+    layout = (
+        "{train,t10k}-images-idx3-ubyte[.gz] and {train,t10k}-labels-idx1-ubyte[.gz]"
+    )
     published = {"train": 60_000, "test": 10_000}
-    return Source(name, url, layout, (name, folder), (partial(images.idx, classes=classes),), published, balanced)
+    return Source(
+        name,
+        url,
+        layout,
+        (name, folder),
+        (partial(images.idx, classes=classes),),
+        published,
+        balanced,
+    )
 
 
 def _table(name: str) -> Source:
@@ -50,10 +62,14 @@ def _table(name: str) -> Source:
     return Source(f"uci/{name}", url, layout, ("uci", "."), (reader,), {"all": rows})
 
 
-def _health(name: str, url: str, release: mimic.Release, folders: tuple[str, ...]) -> Source:
+def _health(
+    name: str, url: str, release: mimic.Release, folders: tuple[str, ...]
+) -> Source:
     layout = f"{release.tables['admissions']}.csv[.gz], {release.tables['patients']}.csv[.gz] and other tables"
     reader = partial(mimic.first_day, release=release)
-    return Source(name, f"https://physionet.org/content/{url}/", layout, folders, (reader,))
+    return Source(
+        name, f"https://physionet.org/content/{url}/", layout, folders, (reader,)
+    )
 
 
 def _human(folder: Path) -> Found | None:
@@ -61,7 +77,10 @@ def _human(folder: Path) -> Found | None:
 
 
 _CIFAR10 = [partial(cifar.cifar10, binary=binary) for binary in (True, False)]
-_CIFAR, _FULL = "https://www.cs.toronto.edu/~kriz/cifar.html", {"train": 50_000, "test": 10_000}
+_CIFAR, _FULL = (
+    "https://www.cs.toronto.edu/~kriz/cifar.html",
+    {"train": 50_000, "test": 10_000},
+)
 _SHEETS = "train-images*.zip, test-images*.zip and labels.npz (sheets)"
 _CORRUPTED = "<corruption>.npy (50000, 32, 32, 3) and labels.npy (50000,)"
 _DEMO = "clinical-database-demo"
@@ -133,7 +152,9 @@ SOURCES = {
 def root_folder(root: Path | str | None) -> Path:
     given = root if root is not None else os.environ.get("SLIMBAYES_DATA")
     if not given:
-        raise FileNotFoundError("Say where the data lie: pass root, or set the environment variable SLIMBAYES_DATA.")
+        raise FileNotFoundError(
+            "Say where the data lie: pass root, or set the environment variable SLIMBAYES_DATA."
+        )
     return Path(given).expanduser()
 
 

@@ -46,7 +46,9 @@ class Stays:
     def __post_init__(self) -> None:
         sizes = self.events.patients, len(self.labels), len(self.records)
         if len(set(sizes)) > 1:
-            raise ValueError(f"{self.name}: {sizes[0]} stays, {sizes[1]} labels, {sizes[2]} record numbers.")
+            raise ValueError(
+                f"{self.name}: {sizes[0]} stays, {sizes[1]} labels, {sizes[2]} record numbers."
+            )
 
 
 def mortality(
@@ -76,16 +78,28 @@ def mortality(
         (torch.Size([1, 4, 1]), [1], 7)
     """
     if "train" not in stays.splits:
-        raise ValueError(f"{stays.name} has no split 'train' to fit buckets on, it has: {', '.join(stays.splits)}.")
+        raise ValueError(
+            f"{stays.name} has no split 'train' to fit buckets on, it has: {', '.join(stays.splits)}."
+        )
     hours = stays.hours if hours is None else hours
     buckets = Buckets.fit(stays.events.of(stays.splits["train"]), hours, count)
     bags = {
-        name: bag(stays.events.of(rows), buckets, hours, precision, aggregate_older_than, tokens_per_bag)
+        name: bag(
+            stays.events.of(rows),
+            buckets,
+            hours,
+            precision,
+            aggregate_older_than,
+            tokens_per_bag,
+        )
         for name, rows in stays.splits.items()
     }
     fullest = max(tokens.shape[2] for tokens in bags.values())
     splits = {
-        name: Split(F.pad(tokens, (0, fullest - tokens.shape[2])), stays.labels[stays.splits[name]])
+        name: Split(
+            F.pad(tokens, (0, fullest - tokens.shape[2])),
+            stays.labels[stays.splits[name]],
+        )
         for name, tokens in bags.items()
     }
     return Dataset(stays.name, splits, CLASSES, buckets.names())
@@ -111,26 +125,39 @@ def found_stays(
 
 
 @contextmanager
-def open_rows(file: Path, columns: Sequence[str]) -> Iterator[Iterator[tuple[str, ...]]]:
+def open_rows(
+    file: Path, columns: Sequence[str]
+) -> Iterator[Iterator[tuple[str, ...]]]:
     """The named cells of every line; names are compared without regard to case, other columns are left out.
 
     A ValueError that is raised while the file is open, here or by the caller, gets the file and the line in front.
     """
-    with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf8", newline="") as stream:
+    with (gzip.open if file.suffix == ".gz" else open)(
+        file, "rt", encoding="utf8", newline=""
+    ) as stream:
         lines = csv.reader(_bounded(stream), strict=True)
         try:
             yield _cells(lines, columns)
         except (csv.Error, EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
-            raise ValueError(f"{file}, line {lines.line_num}: damaged or cut short: {error}") from error
+            raise ValueError(
+                f"{file}, line {lines.line_num}: damaged or cut short: {error}"
+            ) from error
         except ValueError as error:
-            raise ValueError(f"{file}, line {max(1, lines.line_num)}: {error}") from error
+            raise ValueError(
+                f"{file}, line {max(1, lines.line_num)}: {error}"
+            ) from error
 
 
-def _cells(lines: Iterator[list[str]], columns: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def _cells(
+    lines: Iterator[list[str]], columns: Sequence[str]
+) -> Iterator[tuple[str, ...]]:
     names = [name.casefold() for name in next(lines, [])]
     if missing := [column for column in columns if column.casefold() not in names]:
         raise ValueError(f"the columns {', '.join(missing)} are missing.")
-    pick, width = itemgetter(*(names.index(column.casefold()) for column in columns)), len(names)
+    pick, width = (
+        itemgetter(*(names.index(column.casefold()) for column in columns)),
+        len(names),
+    )
     for line in lines:
         if len(line) != width:
             raise ValueError(f"{len(line)} cells, but there are {width} column names.")
@@ -139,7 +166,14 @@ def _cells(lines: Iterator[list[str]], columns: Sequence[str]) -> Iterator[tuple
 
 def find_table(folder: Path, table: str) -> Path | None:
     """<table>.csv or <table>.csv.gz in a folder."""
-    return next((file for file in (folder / f"{table}.csv", folder / f"{table}.csv.gz") if file.is_file()), None)
+    return next(
+        (
+            file
+            for file in (folder / f"{table}.csv", folder / f"{table}.csv.gz")
+            if file.is_file()
+        ),
+        None,
+    )
 
 
 def time_of(cell: str) -> datetime:

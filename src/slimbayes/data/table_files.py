@@ -36,7 +36,9 @@ TABLES = (".csv", ".tsv", ".parquet")  # ends of files' names
 MOST_VALUES = 1000  # different ones of a column that are kept
 LINE = 1 << 20  # characters: the longest honest line has a few thousand
 _CELLS = 1 << 14  # of a block
-Lines = Iterator[tuple[int, Sequence[Any]]]  # numbers of lines (or rows of a parquet file) and their cells
+Lines = Iterator[
+    tuple[int, Sequence[Any]]
+]  # numbers of lines (or rows of a parquet file) and their cells
 # Columns (n,) by name: numbers, and days of dates, NaN where missing; words as texts, None where missing.
 Frame = Mapping[str, np.ndarray]
 
@@ -78,14 +80,18 @@ class Column:
             self.missing += 1
             return
         if len(self.values) <= MOST_VALUES and cell not in self.values:
-            check_text(f"{file}, line {line}", cell, f"a text of column {brief(self.name)}")
+            check_text(
+                f"{file}, line {line}", cell, f"a text of column {brief(self.name)}"
+            )
             self.values.add(cell)
         value = number_in(cell, decimal)
         if value is None:
             self.odd = self.odd if self.others else (line, cell)
             self.others += 1
             self.dates += looks_like_date(cell)
-            other = number_in(cell, "comma" if decimal == "point" else "point") is not None
+            other = (
+                number_in(cell, "comma" if decimal == "point" else "point") is not None
+            )
             self.marked += other
             self.nearly += other or nearly_number(cell)
         else:
@@ -104,7 +110,9 @@ class TableFile:
     decimal: Decimal = "point"
 
 
-def look(file: Path, header: bool | None = None, decimal: Decimal = "point") -> TableFile:
+def look(
+    file: Path, header: bool | None = None, decimal: Decimal = "point"
+) -> TableFile:
     """Read a table through and say what is in it.
 
     Args:
@@ -135,13 +143,18 @@ def frames(
         numbers, rows = zip(*block)
         columns = list(zip(*rows))
         yield {
-            name: read_column(f"{file}, line", name, kinds[name], columns[at], numbers, decimal, allow)
+            name: read_column(
+                f"{file}, line", name, kinds[name], columns[at], numbers, decimal, allow
+            )
             for name, at in places.items()
         }
 
 
 def number_blocks(
-    file: Path, columns: Sequence[str] | None = None, header: bool | None = None, allow: Allow = "finite"
+    file: Path,
+    columns: Sequence[str] | None = None,
+    header: bool | None = None,
+    allow: Allow = "finite",
 ) -> Iterator[np.ndarray]:
     """The named columns, or all, of a table of numbers: float32 (n, P), some rows at a time."""
     chosen = column_names(file, header) if columns is None else columns
@@ -152,12 +165,22 @@ def number_blocks(
 def frame_of(values: Mapping[str, Sequence[Any]], kinds: Mapping[str, Kind]) -> Frame:
     """The named columns of values in memory, read as those of a file."""
     return {
-        name: read_column("row", name, kind, values[name], range(len(values[name])), "point", "missing")
+        name: read_column(
+            "row",
+            name,
+            kind,
+            values[name],
+            range(len(values[name])),
+            "point",
+            "missing",
+        )
         for name, kind in kinds.items()
     }
 
 
-def column_names(file: Path, header: bool | None = None, decimal: Decimal = "point") -> tuple[str, ...]:
+def column_names(
+    file: Path, header: bool | None = None, decimal: Decimal = "point"
+) -> tuple[str, ...]:
     """The names of a file's columns."""
     return _opened(file, header, decimal)[0]
 
@@ -165,7 +188,9 @@ def column_names(file: Path, header: bool | None = None, decimal: Decimal = "poi
 # --- lines ---
 
 
-def _opened(file: Path, header: bool | None, decimal: Decimal) -> tuple[tuple[str, ...], bool, Lines]:
+def _opened(
+    file: Path, header: bool | None, decimal: Decimal
+) -> tuple[tuple[str, ...], bool, Lines]:
     """The names of a file's columns, whether it has them itself, and its rows."""
     if not file.exists():
         raise FileNotFoundError(f"{file} is not there.")
@@ -176,7 +201,9 @@ def _opened(file: Path, header: bool | None, decimal: Decimal) -> tuple[tuple[st
     if not first:
         raise ValueError(f"{file} is empty: it has no rows.")
     named = parquet or (_is_header(file, first, decimal) if header is None else header)
-    names = tuple((named and name) or str(i + 1) for i, name in enumerate(first))  # an index that pandas wrote has none
+    names = tuple(
+        (named and name) or str(i + 1) for i, name in enumerate(first)
+    )  # an index that pandas wrote has none
     for name in names:
         check_text(f"{file}, line {number}", name, "a column's name")
     if odd := next((name for name in names if names.count(name) > 1), None):
@@ -191,8 +218,13 @@ def cell_lines(file: Path) -> Lines:
     Cells are parted by whichever of comma, semicolon and tab the first line that is not empty has most of.
     """
     # Bytes that are no UTF-8 get through as what no number has in it, so that their line can be told.
-    with file.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
-        first = next((line for line in iter(lambda: stream.readline(LINE), "") if line.strip()), "")
+    with file.open(
+        newline="", encoding="utf-8-sig", errors="surrogateescape"
+    ) as stream:
+        first = next(
+            (line for line in iter(lambda: stream.readline(LINE), "") if line.strip()),
+            "",
+        )
         stream.seek(0)
         lines = csv.reader(stream, strict=True, delimiter=max(",;\t", key=first.count))
         try:
@@ -213,17 +245,23 @@ def _is_header(file: Path, first: Sequence[str], decimal: Decimal) -> bool:
     return not numbers
 
 
-def _checked(file: Path, lines: Iterable[tuple[int, Sequence[Any]]], width: int, named: bool) -> Lines:
+def _checked(
+    file: Path, lines: Iterable[tuple[int, Sequence[Any]]], width: int, named: bool
+) -> Lines:
     """Lines, of which there must be one, and all as wide as the first."""
     none = True
     for number, cells in lines:
         if len(cells) != width:
             wanted = "column names" if named else "in the first row"
-            raise ValueError(f"{file}, line {number}: {len(cells)} cells, but there are {width} {wanted}.")
+            raise ValueError(
+                f"{file}, line {number}: {len(cells)} cells, but there are {width} {wanted}."
+            )
         yield number, cells
         none = False
     if none:
-        raise ValueError(f"{file} has no rows{' below its line of column names' if named else ''}.")
+        raise ValueError(
+            f"{file} has no rows{' below its line of column names' if named else ''}."
+        )
 
 
 def _parquet_lines(file: Path) -> Lines:
@@ -232,7 +270,9 @@ def _parquet_lines(file: Path) -> Lines:
         import pyarrow as arrow
         from pyarrow import parquet
     except ModuleNotFoundError as error:
-        raise ImportError('Parquet files are read by pyarrow: pip install "slimbayes[parquet]"') from error
+        raise ImportError(
+            'Parquet files are read by pyarrow: pip install "slimbayes[parquet]"'
+        ) from error
     try:
         opened = parquet.ParquetFile(file)
     except (arrow.ArrowException, OSError) as error:
@@ -244,5 +284,9 @@ def _parquet_lines(file: Path) -> Lines:
             )
     yield 0, (names := opened.schema_arrow.names)
     batches = opened.iter_batches(max(1, _CELLS // len(names)))
-    rows = (row for batch in batches for row in zip(*(column.to_pylist() for column in batch.columns), strict=True))
+    rows = (
+        row
+        for batch in batches
+        for row in zip(*(column.to_pylist() for column in batch.columns), strict=True)
+    )
     yield from enumerate(rows, 1)

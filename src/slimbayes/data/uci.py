@@ -50,7 +50,12 @@ class Regression:
     y_std: Tensor
 
     def to(self, device: torch.device | str) -> Regression:
-        return Regression(self.train.to(device), self.test.to(device), self.y_mean.to(device), self.y_std.to(device))
+        return Regression(
+            self.train.to(device),
+            self.test.to(device),
+            self.y_mean.to(device),
+            self.y_std.to(device),
+        )
 
 
 def uci(folder: Path, name: str) -> Found | None:
@@ -59,7 +64,9 @@ def uci(folder: Path, name: str) -> Found | None:
     if arrays.is_file():
         return _found(arrays, partial(_read_npz, arrays))
     if table.is_file():
-        return _found(table, partial(_read_csv, table, name), lambda: _columns(table, name)[0])
+        return _found(
+            table, partial(_read_csv, table, name), lambda: _columns(table, name)[0]
+        )
     if name == "year" and (year := folder / YEAR).is_file():
         return _found(year, partial(_read_year, year))
     return None
@@ -70,26 +77,42 @@ def _columns(table: Path, name: str) -> tuple[tuple[str, ...], int]:
     names = column_names(table, header=True)
     targets = 2 if name in TWO_TARGETS and len(names) == UCI[name][1] + 2 else 1
     if len(names) <= targets:
-        raise ValueError(f"{table} must have a line of two or more column names, then numbers, the target last.")
+        raise ValueError(
+            f"{table} must have a line of two or more column names, then numbers, the target last."
+        )
     return names[:-targets], targets
 
 
-def _found(file: Path, read: Callable[[], Split], columns: Callable[[], tuple[str, ...]] = tuple) -> Found:
+def _found(
+    file: Path,
+    read: Callable[[], Split],
+    columns: Callable[[], tuple[str, ...]] = tuple,
+) -> Found:
     return Found({"all": read}, files=lambda: [file], columns=columns)
 
 
 def _read_npz(file: Path) -> Split:
     arrays = read_npz(file)
     if not {"X", "y"} <= set(arrays):
-        raise ValueError(f"{file} must hold the arrays X and y, got {', '.join(arrays) or 'none'}.")
+        raise ValueError(
+            f"{file} must hold the arrays X and y, got {', '.join(arrays) or 'none'}."
+        )
     x, y = arrays["X"], arrays["y"]
     y = y[:, None] if y.ndim == 1 else y
-    if x.ndim != 2 or y.ndim != 2 or len(x) != len(y) or x.dtype.kind not in "uif" or y.dtype.kind not in "uif":
+    if (
+        x.ndim != 2
+        or y.ndim != 2
+        or len(x) != len(y)
+        or x.dtype.kind not in "uif"
+        or y.dtype.kind not in "uif"
+    ):
         need = "X must be numbers (rows, features) and y (rows,) or (rows, targets)"
         raise ValueError(f"{file}: {need}, got {x.shape} and {y.shape}.")
     for index, rows in enumerate(arrays.get("test_idx", ())):
         if rows.tolist() != split_rows(len(x), index)[1].tolist():
-            raise ValueError(f"{file}: row {index} of test_idx is not the standard split {index}.")
+            raise ValueError(
+                f"{file}: row {index} of test_idx is not the standard split {index}."
+            )
     return Split(_finite(x, "X", file), _finite(y, "y", file))
 
 
@@ -97,7 +120,9 @@ def _finite(values: Any, what: str, file: Path) -> Tensor:
     tensor = torch.from_numpy(values.astype("float32"))
     if (wrong := (~tensor.isfinite()).nonzero()).numel():
         row, column = wrong[0].tolist()
-        raise ValueError(f"{file}: {what} row {row}, column {column} is {values[row, column]}, not a finite number.")
+        raise ValueError(
+            f"{file}: {what} row {row}, column {column} is {values[row, column]}, not a finite number."
+        )
     return tensor
 
 
@@ -111,7 +136,9 @@ def _read_year(file: Path) -> Split:
     """The Million Song subset as it is published: the year, then 90 features, without names."""
     got, width = len(column_names(file, header=False)), UCI["year"][1] + 1
     if got != width:
-        raise ValueError(f"{file} must have {width} columns, the year and {width - 1} features, got {got}.")
+        raise ValueError(
+            f"{file} must have {width} columns, the year and {width - 1} features, got {got}."
+        )
     rows = _numbers(file, header=False)
     return Split(rows[:, 1:], rows[:, :1])
 
@@ -131,7 +158,9 @@ def split_rows(rows: int, index: int) -> tuple[Tensor, Tensor]:
     first 90 %. numpy keeps that stream for good; it is the one source of randomness here that is not torch's.
     """
     if index < 0 or rows < 2:
-        raise ValueError(f"A standard split needs an index from 0 on and two rows, got index {index} of {rows} rows.")
+        raise ValueError(
+            f"A standard split needs an index from 0 on and two rows, got index {index} of {rows} rows."
+        )
     generator = np.random.RandomState(1)
     for _ in range(index + 1):
         order = generator.permutation(rows)
@@ -148,7 +177,9 @@ def check_index(data: Dataset, index: int) -> None:
     """Refuse a standard split that a set does not have."""
     limit = standard_splits(data.name)
     if not 0 <= index < limit:
-        raise ValueError(f"{data.name} has the standard splits 0..{limit - 1}, got {index}.")
+        raise ValueError(
+            f"{data.name} has the standard splits 0..{limit - 1}, got {index}."
+        )
 
 
 def standard_split(data: Dataset, index: int) -> Regression:
@@ -162,14 +193,18 @@ def standard_split(data: Dataset, index: int) -> Regression:
     """
     rows = data.splits.get("all")
     if not isinstance(rows, Split):
-        raise ValueError(f'{data.name} is no table: standard splits are for sets such as load("uci/yacht").')
+        raise ValueError(
+            f'{data.name} is no table: standard splits are for sets such as load("uci/yacht").'
+        )
     check_index(data, index)
     train, test = split_rows(len(rows), index)
     x, y = rows.x.double(), rows.y.double()
     x_mean, x_std = _moments(x[train])
     y_mean, y_std = _moments(y[train])
     return Regression(
-        Split(((x[train] - x_mean) / x_std).float(), ((y[train] - y_mean) / y_std).float()),
+        Split(
+            ((x[train] - x_mean) / x_std).float(), ((y[train] - y_mean) / y_std).float()
+        ),
         Split(((x[test] - x_mean) / x_std).float(), rows.y[test]),
         y_mean.float(),
         y_std.float(),
@@ -177,5 +212,7 @@ def standard_split(data: Dataset, index: int) -> Regression:
 
 
 def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
-    varies = values.amax(0) > values.amin(0)  # rounding can give a constant column a tiny standard deviation
+    varies = values.amax(0) > values.amin(
+        0
+    )  # rounding can give a constant column a tiny standard deviation
     return values.mean(0), values.std(0, correction=0).where(varies, 1.0)

@@ -69,7 +69,12 @@ class Conformal:
 
     @classmethod
     def fit(
-        cls, prediction: Prediction, target: Tensor, level: float = 0.9, kind: Kind | None = None, seed: Seed = 0
+        cls,
+        prediction: Prediction,
+        target: Tensor,
+        level: float = 0.9,
+        kind: Kind | None = None,
+        seed: Seed = 0,
     ) -> "Conformal":
         """From held-out rows: of those the model was trained on, or chosen by, the scores are too small.
 
@@ -87,10 +92,14 @@ class Conformal:
         k = math.ceil((n + 1) * level - 1e-9)  # 0.9 * 10 is a little more than 9
         if k > n:
             least = math.ceil(level / (1 - level) - 1e-9)
-            raise ValueError(f"level={level!r} needs at least {least} held-out rows, got {n}: only everything is sure.")
+            raise ValueError(
+                f"level={level!r} needs at least {least} held-out rows, got {n}: only everything is sure."
+            )
         return cls(level, kind, found.sort(0).values[k - 1], n)
 
-    def __call__(self, prediction: Prediction, seed: Seed = 1) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(
+        self, prediction: Prediction, seed: Seed = 1
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Which classes each row's set holds (N, C), boolean; or the ends (N, ...) of each row's interval.
 
         Args:
@@ -137,17 +146,26 @@ class CVPlus:
         check_level(level)
         if len(predictions) != len(targets) or len(targets) < 2:
             got = f"{len(predictions)} predictions and {len(targets)} targets"
-            raise ValueError(f"CVPlus needs a prediction and targets for each of at least two folds, got {got}.")
+            raise ValueError(
+                f"CVPlus needs a prediction and targets for each of at least two folds, got {got}."
+            )
         for prediction in predictions:
             kind = _kind_of(prediction, kind)
         assert kind is not None
-        found = tuple(_target_scores(p, y, kind, seed) for p, y in zip(predictions, targets, strict=True))
+        found = tuple(
+            _target_scores(p, y, kind, seed)
+            for p, y in zip(predictions, targets, strict=True)
+        )
         n = sum(map(len, found))
         if math.floor((1 - level) * (n + 1) + 1e-9) < 1:
-            raise ValueError(f"level={level!r} needs at least {math.ceil(1 / (1 - level) - 1e-9) - 1} rows, got {n}.")
+            raise ValueError(
+                f"level={level!r} needs at least {math.ceil(1 / (1 - level) - 1e-9) - 1} rows, got {n}."
+            )
         return cls(level, kind, found)
 
-    def __call__(self, predictions: Sequence[Prediction], seed: Seed = 1) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(
+        self, predictions: Sequence[Prediction], seed: Seed = 1
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Which classes each row's set holds (N, C), or the ends of each row's interval (N, ...).
 
         Args:
@@ -160,13 +178,17 @@ class CVPlus:
         for prediction in predictions:
             _kind_of(prediction, self.kind)
         if len(rows := {len(prediction) for prediction in predictions}) > 1:
-            raise ValueError(f"Every fold's model must predict the same new rows, got numbers of rows {sorted(rows)}.")
+            raise ValueError(
+                f"Every fold's model must predict the same new rows, got numbers of rows {sorted(rows)}."
+            )
         n = sum(map(len, self.scores))
         if _is_discrete(self.kind):
             below = torch.zeros_like(predictions[0].log_probs.double())
             for own, prediction in zip(self.scores, predictions, strict=True):
                 found = _class_scores(prediction, self.kind, seed)
-                below += torch.searchsorted(own.sort().values, found)  # how many are smaller
+                below += torch.searchsorted(
+                    own.sort().values, found
+                )  # how many are smaller
             return below < self.level * (n + 1) - 1e-9
         lows, highs = [], []
         for own, prediction in zip(self.scores, predictions, strict=True):
@@ -176,7 +198,9 @@ class CVPlus:
             highs.append(centre + reach)
         first = math.floor((1 - self.level) * (n + 1) + 1e-9)
         last = math.ceil(self.level * (n + 1) - 1e-9)
-        return torch.cat(lows).sort(0).values[first - 1], torch.cat(highs).sort(0).values[last - 1]
+        return torch.cat(lows).sort(0).values[first - 1], torch.cat(highs).sort(
+            0
+        ).values[last - 1]
 
 
 # --- scores ---
@@ -189,7 +213,9 @@ def _kind_of(prediction: Prediction, kind: Kind | None) -> Kind:
         raise ValueError(
             f"kind must be {kinds[0]!r} or {kinds[1]!r} for {prediction.likelihood} targets, got {kind!r}."
         )
-    if prediction.by_member.dim() > 3 or (kinds[0] == "adaptive" and prediction.by_member.dim() != 3):
+    if prediction.by_member.dim() > 3 or (
+        kinds[0] == "adaptive" and prediction.by_member.dim() != 3
+    ):
         raise ValueError(
             f"Rows are what is exchangeable: one class, or one line of real targets, for each row is needed; got "
             f"predictions of shape {tuple(prediction.by_member.shape[1:])}."
@@ -223,16 +249,22 @@ def _centre_and_width(prediction: Prediction, kind: Kind) -> tuple[Tensor, Tenso
         return centre, torch.ones_like(centre)
     width = prediction.std.double()
     if not bool((width > 0).all()):
-        raise ValueError("Scaled residuals need an uncertainty above zero in every row; take kind='absolute'.")
+        raise ValueError(
+            "Scaled residuals need an uncertainty above zero in every row; take kind='absolute'."
+        )
     return centre, width
 
 
-def _target_scores(prediction: Prediction, target: Tensor, kind: Kind, seed: Seed) -> Tensor:
+def _target_scores(
+    prediction: Prediction, target: Tensor, kind: Kind, seed: Seed
+) -> Tensor:
     """The score of each row's own target, (N, ...)."""
     if _is_discrete(kind):
         label = prediction.check_target(target).long()
         return _class_scores(prediction, kind, seed).gather(-1, label[:, None])[:, 0]
     centre, width = _centre_and_width(prediction, kind)
     if target.shape != centre.shape or not bool(target.isfinite().all()):
-        raise ValueError(f"Finite targets of shape {tuple(centre.shape)} are needed, got {tuple(target.shape)}.")
+        raise ValueError(
+            f"Finite targets of shape {tuple(centre.shape)} are needed, got {tuple(target.shape)}."
+        )
     return (target.double() - centre).abs() / width

@@ -49,7 +49,9 @@ class Temperature:
 
     def __post_init__(self) -> None:
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"temperature must be positive and finite, got {self.temperature!r}.")
+            raise ValueError(
+                f"temperature must be positive and finite, got {self.temperature!r}."
+            )
 
     @classmethod
     def fit(cls, prediction: Prediction, target: Tensor) -> "Temperature":
@@ -63,10 +65,14 @@ class Temperature:
         def nll(log_t: float) -> float:
             return -float(_tempered(wide, math.exp(log_t)).log_prob(target).mean())
 
-        grid = torch.linspace(math.log(_LOWEST), math.log(_HIGHEST), 25, dtype=torch.float64).tolist()
+        grid = torch.linspace(
+            math.log(_LOWEST), math.log(_HIGHEST), 25, dtype=torch.float64
+        ).tolist()
         values = [nll(t) for t in grid]
         if any(map(math.isnan, values)):
-            raise ValueError("Held-out predictions and targets must be numbers, got NaN: leave such rows out.")
+            raise ValueError(
+                "Held-out predictions and targets must be numbers, got NaN: leave such rows out."
+            )
         best = values.index(min(values))
         if best in (0, len(grid) - 1):
             warnings.warn(
@@ -75,7 +81,9 @@ class Temperature:
                 SlimbayesWarning,
                 stacklevel=2,
             )
-        return cls(math.exp(_lowest(nll, grid[max(best - 1, 0)], grid[min(best + 1, 24)])))
+        return cls(
+            math.exp(_lowest(nll, grid[max(best - 1, 0)], grid[min(best + 1, 24)]))
+        )
 
     def __call__(self, prediction: Prediction) -> Prediction:
         return _tempered(prediction, self.temperature)
@@ -99,12 +107,15 @@ def _lowest(function: Callable[[float], float], low: float, high: float) -> floa
 def _tempered(prediction: Prediction, temperature: float) -> Prediction:
     draws = prediction.by_draw
     if draws is None:
-        raise ValueError("A temperature changes every draw; call predict(..., keep_samples=True).")
+        raise ValueError(
+            "A temperature changes every draw; call predict(..., keep_samples=True)."
+        )
     if not prediction.discrete:
         square = temperature**2
         return replace(
             prediction,
-            by_member=prediction.mean + temperature * (prediction.by_member - prediction.mean),
+            by_member=prediction.mean
+            + temperature * (prediction.by_member - prediction.mean),
             by_draw=prediction.mean + temperature * (draws - prediction.mean),
             noise=None if prediction.noise is None else square * prediction.noise,
             aleatoric=square * prediction.aleatoric,
@@ -117,8 +128,12 @@ def _tempered(prediction: Prediction, temperature: float) -> Prediction:
         return member_mean(each, prediction.weights)
 
     aleatoric = mean_entropy(logs)
-    if prediction.distance is not None:  # what distance added to the draws' entropy is no noise: its share stays
-        aleatoric = aleatoric * (prediction.aleatoric / mean_entropy(draws)).nan_to_num(1.0).clamp(0, 1)
+    if (
+        prediction.distance is not None
+    ):  # what distance added to the draws' entropy is no noise: its share stays
+        aleatoric = aleatoric * (prediction.aleatoric / mean_entropy(draws)).nan_to_num(
+            1.0
+        ).clamp(0, 1)
     return prediction.with_logs(logs, aleatoric)
 
 
@@ -170,18 +185,26 @@ class Abstention:
         Shape: target (N,), or (N, ...) of real targets, where a row is wrong if any of its targets is.
         """
         if not (0 < risk < 1 and 0 < delta < 1):
-            raise ValueError(f"risk and delta must lie strictly between 0 and 1, got {risk!r} and {delta!r}.")
+            raise ValueError(
+                f"risk and delta must lie strictly between 0 and 1, got {risk!r} and {delta!r}."
+            )
         by = by or ("confidence" if prediction.discrete else "total")
         wrong = _wrong(prediction, target, tolerance)
         score, order = _score(prediction, by).sort(descending=True)
         errors = wrong[order].double().cumsum(0)
         n, best = len(score), 0
-        least = math.ceil(math.log(delta / _STARTS) / math.log1p(-risk))  # without any error
+        least = math.ceil(
+            math.log(delta / _STARTS) / math.log1p(-risk)
+        )  # without any error
         for j in range(_STARTS):
-            for m in range(max(least, j * n // _STARTS), max(least, (j + 1) * n // _STARTS) + 1):
+            for m in range(
+                max(least, j * n // _STARTS), max(least, (j + 1) * n // _STARTS) + 1
+            ):
                 if m < n and not bool(score[m] < score[m - 1]):
                     continue  # equal rows are answered together: none of them counts before the last
-                if m > n or _log_tail(int(errors[m - 1]), m, risk) > math.log(delta / _STARTS):
+                if m > n or _log_tail(int(errors[m - 1]), m, risk) > math.log(
+                    delta / _STARTS
+                ):
                     break
                 best = m
         if best == 0:
@@ -198,8 +221,13 @@ class Abstention:
 def _score(prediction: Prediction, by: By) -> Tensor:
     """How sure a prediction is of each row, (N,)."""
     found = getattr(prediction, by, None)
-    if by not in ("confidence", "total", "aleatoric", "epistemic", "distance") or found is None:
-        raise ValueError(f"by={by!r} is nothing this prediction has; 'distance' needs predict(..., far=).")
+    if (
+        by not in ("confidence", "total", "aleatoric", "epistemic", "distance")
+        or found is None
+    ):
+        raise ValueError(
+            f"by={by!r} is nothing this prediction has; 'distance' needs predict(..., far=)."
+        )
     found = found.double().flatten(1).sum(-1) if found.dim() > 1 else found.double()
     return found if by == "confidence" else -found
 
@@ -208,14 +236,22 @@ def _wrong(prediction: Prediction, target: Tensor, tolerance: float | None) -> T
     if prediction.discrete:
         target = prediction.check_target(target)
         if target.dim() != 1:
-            raise ValueError(f"One class for each row is needed, got targets of shape {tuple(target.shape)}.")
+            raise ValueError(
+                f"One class for each row is needed, got targets of shape {tuple(target.shape)}."
+            )
         return prediction.label != target
     if tolerance is None or not tolerance > 0:
-        raise ValueError(f"tolerance says which error is a mistake and must be positive, got {tolerance!r}.")
+        raise ValueError(
+            f"tolerance says which error is a mistake and must be positive, got {tolerance!r}."
+        )
     if target.shape != prediction.mean.shape:
-        raise ValueError(f"Targets of shape {tuple(prediction.mean.shape)} are needed, got {tuple(target.shape)}.")
+        raise ValueError(
+            f"Targets of shape {tuple(prediction.mean.shape)} are needed, got {tuple(target.shape)}."
+        )
     if not bool(target.isfinite().all()):
-        raise ValueError("Targets must be finite, got NaN or infinity: leave such rows out.")
+        raise ValueError(
+            "Targets must be finite, got NaN or infinity: leave such rows out."
+        )
     wrong = ~((target - prediction.mean).abs() <= tolerance)  # a NaN is no right answer
     return wrong.flatten(1).any(-1) if wrong.dim() > 1 else wrong
 
@@ -223,4 +259,8 @@ def _wrong(prediction: Prediction, target: Tensor, tolerance: float | None) -> T
 def _log_tail(errors: int, rows: int, risk: float) -> float:
     """Log of the probability of at most so many errors among so many rows, each wrong with probability `risk`."""
     counts = torch.arange(errors + 1, dtype=torch.float64)
-    return float(torch.distributions.Binomial(rows, counts.new_tensor(risk)).log_prob(counts).logsumexp(0))
+    return float(
+        torch.distributions.Binomial(rows, counts.new_tensor(risk))
+        .log_prob(counts)
+        .logsumexp(0)
+    )

@@ -93,11 +93,17 @@ def lines(found: dict[str, Any], scaled: bool = False) -> list[str]:
     """A check's plain data in lines of less than 80 characters, warnings aside; `scaled` says that the network's
     targets were, so that the NLL is not in the units of others.
     """
-    out = [f"NLL {found['nll']:.4f}{' of scaled targets' * scaled}, KL {found['kl']:.4f} per datum"]
+    out = [
+        f"NLL {found['nll']:.4f}{' of scaled targets' * scaled}, KL {found['kl']:.4f} per datum"
+    ]
     if not math.isnan(found["at_prior"]):
-        out.append(f"posterior {found['at_prior']:.0%} at its prior, {found['collapsed']:.0%} collapsed")
+        out.append(
+            f"posterior {found['at_prior']:.0%} at its prior, {found['collapsed']:.0%} collapsed"
+        )
     if not math.isnan(found["label_changes"]):
-        out.append(f"draws change the label of {found['label_changes']:.1%} of the rows")
+        out.append(
+            f"draws change the label of {found['label_changes']:.1%} of the rows"
+        )
     shape, note = found.get("k_hat"), found.get("k_hat_note", "")
     if shape is not None or note:
         out.append(f"k-hat {'none' if shape is None else f'{shape:.2f}'}: {note}")
@@ -142,7 +148,9 @@ def check(
         shares = _shares(model)
         shape, note = _k_hat(model, x, y, likelihood, noise, total, shares[0])
         changes = _label_changes(model, x if unseen is None else unseen, likelihood)
-        return Check(nll, float(kl(model)) / total, kl_weight, *shares, changes, shape, note)
+        return Check(
+            nll, float(kl(model)) / total, kl_weight, *shares, changes, shape, note
+        )
 
 
 def _shares(model: nn.Module) -> tuple[int, float, float]:
@@ -170,13 +178,24 @@ def _label_changes(model: nn.Module, x: Tensor, likelihood: LikelihoodName) -> f
 
 
 def _k_hat(
-    model: nn.Module, x: Tensor, y: Tensor, likelihood: LikelihoodName, noise: float | Tensor, total: int, elements: int
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    likelihood: LikelihoodName,
+    noise: float | Tensor,
+    total: int,
+    elements: int,
 ) -> tuple[KHat | None, str]:
     meaning = likelihood_named(likelihood)
 
     def log_likelihood(held: nn.Module) -> Tensor:
         outputs = sample(held, x).float()
-        return -total * torch.stack([meaning.nll(one[None], y, "average", noise) for one in outputs]).double()
+        return (
+            -total
+            * torch.stack(
+                [meaning.nll(one[None], y, "average", noise) for one in outputs]
+            ).double()
+        )
 
     if not posteriors_of(model):
         return None, "there is no posterior"
@@ -190,4 +209,9 @@ def _k_hat(
     except ValueError as error:
         return None, str(error)
     usual = found.verdict != "reliable" and elements > _FEW
-    return found, f"{found.verdict}, as is usual with {elements:,} elements" if usual else found.verdict
+    return (
+        found,
+        f"{found.verdict}, as is usual with {elements:,} elements"
+        if usual
+        else found.verdict,
+    )

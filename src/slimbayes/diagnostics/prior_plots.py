@@ -84,18 +84,28 @@ def prior_functions(
         True
     """
     if x.dim() != 1 or not x.is_floating_point():
-        raise ValueError(f"prior_functions needs a vector of real numbers x, got shape {tuple(x.shape)} and {x.dtype}.")
+        raise ValueError(
+            f"prior_functions needs a vector of real numbers x, got shape {tuple(x.shape)} and {x.dtype}."
+        )
     check_choice("prior_functions", "method", method, ("dropout", "emp", "ecmp"))
-    config: Config = Mixture(components=components, assignment="layer" if method == "emp" else "element")
-    if method == "dropout":  # of single weights: with one input, dropping inputs would drop all of w at once
+    config: Config = Mixture(
+        components=components, assignment="layer" if method == "emp" else "element"
+    )
+    if (
+        method == "dropout"
+    ):  # of single weights: with one input, dropping inputs would drop all of w at once
         config = DropConnect(rate=rate)
     kept = 1 - rate if method == "dropout" else 1.0
     out = []
     for _ in range(functions):
-        net = bayesianize(nn.Sequential(nn.Linear(1, hidden), Sign(), nn.Linear(hidden, 1)), config)
+        net = bayesianize(
+            nn.Sequential(nn.Linear(1, hidden), Sign(), nn.Linear(hidden, 1)), config
+        )
         for name, parameter in net.named_parameters():
             # DropConnect divides what it keeps by the probability of keeping it; the figure's weights stay as drawn.
-            parameter.normal_(0.0, bias_std if name.endswith("bias") else kept * weight_std)
+            parameter.normal_(
+                0.0, bias_std if name.endswith("bias") else kept * weight_std
+            )
         net.to(x)
         with frozen(net):
             out.append(sample(net, x.unsqueeze(1))[0, :, 0])
@@ -114,12 +124,22 @@ def plot_prior_functions(x: Tensor, functions: Mapping[str, Tensor]) -> Figure:
         ['dropout', 'emp']
     """
     figure = empty_figure("plot_prior_functions", 0.8 + 3.9 * len(functions), 3.4)
-    panels: Any = figure.subplots(1, len(functions), sharex=True, sharey=True, squeeze=False)[0]
+    panels: Any = figure.subplots(
+        1, len(functions), sharex=True, sharey=True, squeeze=False
+    )[0]
     for panel, (title, values) in zip(panels, functions.items(), strict=True):
         for i, line in enumerate(values):
             colour = _COLOURS[i % len(_COLOURS)]
-            panel.plot(x.numpy(), line.numpy(), color=colour, linewidth=1.3, solid_joinstyle="miter")
-        panel.set_title(f"{title}: {mean_steps(values):.0f} steps on average", fontsize=11)
+            panel.plot(
+                x.numpy(),
+                line.numpy(),
+                color=colour,
+                linewidth=1.3,
+                solid_joinstyle="miter",
+            )
+        panel.set_title(
+            f"{title}: {mean_steps(values):.0f} steps on average", fontsize=11
+        )
         panel.set_xlabel("x")
         panel.margins(x=0)
         panel.locator_params(axis="x", nbins=7, integer=True)
@@ -133,7 +153,9 @@ def mean_steps(values: Tensor) -> float:
     return float((values.diff(dim=1).abs() > 1e-3).sum()) / max(len(values), 1)
 
 
-Factor = Distribution | Callable[[Tensor], Tensor]  # a family, or a quantile function of numbers in (0, 1)
+Factor = (
+    Distribution | Callable[[Tensor], Tensor]
+)  # a family, or a quantile function of numbers in (0, 1)
 _AT_ONCE = 1 << 22  # numbers
 
 
@@ -148,7 +170,13 @@ FIGURE: dict[str, Factor] = {
 }  # fmt: skip
 
 
-def induced_prior(points: Tensor, r: Factor, s: Factor | None = None, scale: float = 1.0, values: int = 4096) -> Tensor:
+def induced_prior(
+    points: Tensor,
+    r: Factor,
+    s: Factor | None = None,
+    scale: float = 1.0,
+    values: int = 4096,
+) -> Tensor:
     """Density of the weight w' = w r s at some points.
 
     Args:
@@ -176,16 +204,30 @@ def induced_prior(points: Tensor, r: Factor, s: Factor | None = None, scale: flo
     if s is not None:
         product = (product[:, None] * _values(s, each)).flatten()
     spread = scale * product.abs()
-    parts = [part[:, None] / spread for part in points.double().split(max(1, _AT_ONCE // len(spread)))]
-    return torch.cat([((-0.5 * z * z).exp() / (spread * math.sqrt(2 * math.pi))).mean(1) for z in parts])
+    parts = [
+        part[:, None] / spread
+        for part in points.double().split(max(1, _AT_ONCE // len(spread)))
+    ]
+    return torch.cat(
+        [
+            ((-0.5 * z * z).exp() / (spread * math.sqrt(2 * math.pi))).mean(1)
+            for z in parts
+        ]
+    )
 
 
 def _values(factor: Factor, count: int) -> Tensor:
     u = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    return factor.rsample(torch.special.ndtri(u)) if isinstance(factor, Distribution) else factor(u)
+    return (
+        factor.rsample(torch.special.ndtri(u))
+        if isinstance(factor, Distribution)
+        else factor(u)
+    )
 
 
-def plot_induced_priors(points: Tensor, priors: Mapping[str, Factor] | None = None) -> Figure:
+def plot_induced_priors(
+    points: Tensor, priors: Mapping[str, Factor] | None = None
+) -> Figure:
     """Densities of w' under several priors of r, plain and with a logarithmic axis (the paper's Figure 1).
 
     Example:

@@ -38,7 +38,9 @@ _SMALLEST = math.log(torch.finfo(torch.float64).tiny)
 
 
 @torch.no_grad()
-def log_ratios(model: nn.Module, log_likelihood: LogLikelihood, draws: int = 1000, chunk: int = 16) -> Tensor:
+def log_ratios(
+    model: nn.Module, log_likelihood: LogLikelihood, draws: int = 1000, chunk: int = 16
+) -> Tensor:
     """log p(data, theta) - log q(theta) of draws from the posterior, in eval mode.
 
     Args:
@@ -58,7 +60,9 @@ def log_ratios(model: nn.Module, log_likelihood: LogLikelihood, draws: int = 100
         torch.Size([1, 8])
     """
     if draws < 1 or chunk < 1:
-        raise ValueError(f"log_ratios needs draws >= 1 and chunk >= 1, got draws={draws!r}, chunk={chunk!r}.")
+        raise ValueError(
+            f"log_ratios needs draws >= 1 and chunk >= 1, got draws={draws!r}, chunk={chunk!r}."
+        )
     count = members(model)
     if not posteriors_of(model):
         problem = "This model has no posterior, so there is nothing to weigh."
@@ -70,7 +74,11 @@ def log_ratios(model: nn.Module, log_likelihood: LogLikelihood, draws: int = 100
             with frozen(model, draws=held):
                 total: Any = log_likelihood(model)
                 if not isinstance(total, Tensor) or total.shape != (held * count,):
-                    got = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
+                    got = (
+                        tuple(total.shape)
+                        if isinstance(total, Tensor)
+                        else type(total).__name__
+                    )
                     raise ValueError(
                         f"log_likelihood must return one number for each held draw, a tensor of shape "
                         f"({held * count},), got {got}. Sum the log-likelihood of all data under each draw of "
@@ -113,9 +121,15 @@ def pareto_k(log_ratios: Tensor) -> float:
     """
     ratios = torch.as_tensor(log_ratios).detach().double()
     if ratios.dim() != 1 or len(ratios) < _LEAST:
-        raise ValueError(f"pareto_k needs a vector of at least {_LEAST} log ratios, got shape {tuple(ratios.shape)}.")
-    if bool((ratios.isnan() | ratios.isposinf()).any()) or bool(ratios.isneginf().all()):
-        raise ValueError("pareto_k needs finite log ratios (some may be -inf), got NaN, +inf, or nothing but -inf.")
+        raise ValueError(
+            f"pareto_k needs a vector of at least {_LEAST} log ratios, got shape {tuple(ratios.shape)}."
+        )
+    if bool((ratios.isnan() | ratios.isposinf()).any()) or bool(
+        ratios.isneginf().all()
+    ):
+        raise ValueError(
+            "pareto_k needs finite log ratios (some may be -inf), got NaN, +inf, or nothing but -inf."
+        )
     ordered = (ratios - ratios.max()).sort().values
     tail = math.ceil(min(len(ratios) / 5, 3 * math.sqrt(len(ratios))))
     edge = max(float(ordered[-tail - 1]), _SMALLEST)
@@ -134,7 +148,9 @@ def _generalised_pareto_shape(excess: Tensor) -> float:
     quartile = excess[int(count / 4 + 0.5) - 1]
     theta = 1 / excess[-1] + (1 - (grid / (steps - 0.5)).sqrt()) / (3 * quartile)
     shape = torch.log1p(-theta[:, None] * excess).mean(1)
-    likelihood = count * ((-theta / shape).log() - shape - 1)  # of theta, the scale being maximised out
+    likelihood = count * (
+        (-theta / shape).log() - shape - 1
+    )  # of theta, the scale being maximised out
     weight = torch.softmax(likelihood.nan_to_num(nan=-math.inf), 0)
     k = float(torch.log1p(-(weight * theta).sum() * excess).mean())
     return (count * k + 10 * 0.5) / (count + 10)
@@ -169,7 +185,13 @@ class KHat:
     @property
     def verdict(self) -> Literal["reliable", "unreliable", "failed"]:
         """Up to the threshold "reliable", up to 1 "unreliable"; beyond it not even the mean ratio exists: "failed"."""
-        return "reliable" if self.k <= self.threshold else "unreliable" if self.k <= 1 else "failed"
+        return (
+            "reliable"
+            if self.k <= self.threshold
+            else "unreliable"
+            if self.k <= 1
+            else "failed"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         derived = {"k": self.k, "threshold": self.threshold, "verdict": self.verdict}
@@ -179,7 +201,9 @@ class KHat:
         return f"k-hat {self.k:.2f} from {self.draws} draws, threshold {self.threshold:.2f}: {self.verdict}"
 
 
-def k_hat(model: nn.Module, log_likelihood: LogLikelihood, draws: int = 1000, chunk: int = 16) -> KHat:
+def k_hat(
+    model: nn.Module, log_likelihood: LogLikelihood, draws: int = 1000, chunk: int = 16
+) -> KHat:
     """Judge a variational posterior by the tail of p(data, theta) / q(theta) over its draws.
 
     The ratio is that of the joint density of all drawn weights: it grows with their number, and for networks of more

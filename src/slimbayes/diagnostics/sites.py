@@ -31,14 +31,26 @@ def gaussian_sites(
     conversions_of(model)
     check_finite(model)
     names = {id(module): name for name, module in model.named_modules()}
-    found = {names[id(p.layer)]: p.layer for p in posteriors_of(model) if isinstance(p, GaussianPosterior)}
+    found = {
+        names[id(p.layer)]: p.layer
+        for p in posteriors_of(model)
+        if isinstance(p, GaussianPosterior)
+    }
     if not found:
-        kinds = ", ".join(sorted({type(p).__name__ for p in posteriors_of(model)})) or "none"
+        kinds = (
+            ", ".join(sorted({type(p).__name__ for p in posteriors_of(model)}))
+            or "none"
+        )
         problem = f"No layer of this {type(model).__name__} has a Gaussian posterior over its weights; found: {kinds}."
         raise ValueError(f"{problem} Convert it with MeanField, KTied or MatrixNormal.")
     inside = selected("include", include, found) if include is not None else set(found)
     inside -= selected("exclude", exclude, found)
-    sites = [(name, site, p) for name, layer in found.items() if name in inside for site, p in layer.posterior.items()]
+    sites = [
+        (name, site, p)
+        for name, layer in found.items()
+        if name in inside
+        for site, p in layer.posterior.items()
+    ]
     return {f"{name}.{site}".lstrip("."): p for name, site, p in sites}
 
 
@@ -53,7 +65,11 @@ def layer_of(weight: str) -> str:
 
 def weights_of(name: str, weights: Collection[str]) -> list[str]:
     """The weight of this name, or all of the layer of this name."""
-    return [name] if name in weights else [weight for weight in weights if layer_of(weight) == name]
+    return (
+        [name]
+        if name in weights
+        else [weight for weight in weights if layer_of(weight) == name]
+    )
 
 
 @torch.no_grad()
@@ -65,25 +81,40 @@ def set_scales(model: nn.Module, verb: str, scales: Mapping[str, Tensor]) -> Non
     if any(passes.pass_of(p.key) is not None for p in posteriors_of(model)[:1]):
         advice = "Call it outside `frozen` and the model's forward."
         raise ValueError(f"{verb} cannot change a model whose draws are held. {advice}")
-    decisions = {name: decision for name, _, decision in decisions_of(model) if decision.config is not None}
+    decisions = {
+        name: decision
+        for name, _, decision in decisions_of(model)
+        if decision.config is not None
+    }
     sites = gaussian_sites(model)
     for name, values in scales.items():
         old, decision = sites[name], decisions[layer_of(name)]
         assert isinstance(decision.config, GaussianConfig)
         config = decision.config = MeanField.like(decision.config)
-        with torch.random.fork_rng(devices=[]):  # the start is overwritten: the caller's noise must not depend on it
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # the start is overwritten: the caller's noise must not depend on it
             new = config.build(old.site)
         assert isinstance(new, MeanFieldPosterior)
         first = next(old.parameters())
-        new.to(device=first.device, dtype=first.dtype).train(old.training).requires_grad_(first.requires_grad)
+        new.to(device=first.device, dtype=first.dtype).train(
+            old.training
+        ).requires_grad_(first.requires_grad)
         if old.bias_log_scale is not None and new.bias_log_scale is not None:
             new.bias_log_scale.copy_(old.bias_log_scale)
         new.weight_log_scale.copy_(new.site.from_matrix(values.log()))
-        if {n: v.shape for n, v in old.state_dict().items()} == {n: v.shape for n, v in new.state_dict().items()}:
-            old.load_state_dict(new.state_dict())  # an optimizer keeps hold of the parameters
+        if {n: v.shape for n, v in old.state_dict().items()} == {
+            n: v.shape for n, v in new.state_dict().items()
+        }:
+            old.load_state_dict(
+                new.state_dict()
+            )  # an optimizer keeps hold of the parameters
         else:  # the object stays and its class is swapped: whoever knows the posterior goes on knowing it
             old.__class__ = type(new)
-            new.__dict__ |= {kept: old.__dict__[kept] for kept in ("key", "layer", "name", "blockwise", "conversion")}
+            new.__dict__ |= {
+                kept: old.__dict__[kept]
+                for kept in ("key", "layer", "name", "blockwise", "conversion")
+            }
             old.__dict__.clear()
             old.__dict__.update(new.__dict__)
     discard_plans()

@@ -57,20 +57,32 @@ class GradientSNR:
 
     def __init__(self, model: nn.Module, window: int = 10) -> None:
         if window < 2:
-            raise ValueError(f"A variance needs a window of at least 2 steps, got window={window!r}.")
+            raise ValueError(
+                f"A variance needs a window of at least 2 steps, got window={window!r}."
+            )
         self.window, self.steps = window, 0
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}  # by layer, by name
         self.history: dict[str, Tensor] = {}
         for weight, posterior in gaussian_sites(model).items():
-            scales = {f"{weight} {n}": p for n, p in posterior.named_parameters() if n != "bias_log_scale"}
+            scales = {
+                f"{weight} {n}": p
+                for n, p in posterior.named_parameters()
+                if n != "bias_log_scale"
+            }
             self.parameters.setdefault(layer_of(weight), {}).update(scales)
             for name, p in scales.items():
-                self.history[name] = torch.zeros(window, p.numel(), dtype=torch.float64, device=p.device)
+                self.history[name] = torch.zeros(
+                    window, p.numel(), dtype=torch.float64, device=p.device
+                )
 
     @torch.no_grad()
     def update(self) -> None:
         """Take the present gradients: call it once a step, after backward and before they are clipped or zeroed."""
-        gradients = {name: p.grad for scales in self.parameters.values() for name, p in scales.items()}
+        gradients = {
+            name: p.grad
+            for scales in self.parameters.values()
+            for name, p in scales.items()
+        }
         missing = [name for name, gradient in gradients.items() if gradient is None]
         if missing:
             advice = "Call update() after loss.backward() and before zero_grad()."
@@ -85,9 +97,13 @@ class GradientSNR:
         check_choice(self, "average", average, ("mean", "median"))
         seen = min(self.steps, self.window)
         if seen < 2:
-            raise ValueError(f"A variance needs at least 2 steps, got {seen}. Call update() after each backward.")
+            raise ValueError(
+                f"A variance needs at least 2 steps, got {seen}. Call update() after each backward."
+            )
         return {
-            layer: _average_snr(torch.cat([self.history[name][:seen] for name in scales], 1), average)
+            layer: _average_snr(
+                torch.cat([self.history[name][:seen] for name in scales], 1), average
+            )
             for layer, scales in self.parameters.items()
         }
 
@@ -145,29 +161,49 @@ def prune(
     sites = gaussian_sites(model, include, exclude)
     ratios = [(p.means().abs() / p.scales()).cpu() for p in sites.values()]
     chosen = _chosen(torch.cat([r.flatten() for r in ratios]), fraction, snr_threshold)
-    masks = [part.view(r.shape) for part, r in zip(chosen.split([r.numel() for r in ratios]), ratios)]
-    found = [(name, p, mask) for (name, p), mask in zip(sites.items(), masks, strict=True)]
+    masks = [
+        part.view(r.shape)
+        for part, r in zip(chosen.split([r.numel() for r in ratios]), ratios)
+    ]
+    found = [
+        (name, p, mask) for (name, p), mask in zip(sites.items(), masks, strict=True)
+    ]
     losing = {
         layer_of(name) for name, _, mask in found if mask.any()
     }  # a layer has one config: all its matrices change
-    new = {name: p.scales().masked_fill(mask.to(p.device), PRUNED_SCALE) for name, p, mask in found}
-    set_scales(model, "prune", {name: scales for name, scales in new.items() if layer_of(name) in losing})
+    new = {
+        name: p.scales().masked_fill(mask.to(p.device), PRUNED_SCALE)
+        for name, p, mask in found
+    }
+    set_scales(
+        model,
+        "prune",
+        {name: scales for name, scales in new.items() if layer_of(name) in losing},
+    )
     for _, p, mask in found:
         p.linear_map().weight.masked_fill_(p.site.from_matrix(mask).to(p.device), 0.0)
     gone = [r[mask].max() for r, mask in zip(ratios, masks) if mask.any()]
     by_weight = {name: int(mask.sum()) / mask.numel() for name, _, mask in found}
-    return Pruned(int(chosen.sum()) / len(chosen), by_weight, float(max(gone, default=-math.inf)))
+    return Pruned(
+        int(chosen.sum()) / len(chosen), by_weight, float(max(gone, default=-math.inf))
+    )
 
 
-def _chosen(ratios: Tensor, fraction: float | None, snr_threshold: float | None) -> Tensor:
+def _chosen(
+    ratios: Tensor, fraction: float | None, snr_threshold: float | None
+) -> Tensor:
     """Which of all ratios go."""
     if snr_threshold is not None and fraction is None:
         return ratios < snr_threshold
     if fraction is None or snr_threshold is not None:
         got = f"fraction={fraction!r}, snr_threshold={snr_threshold!r}"
-        raise ValueError(f"prune needs either a fraction or an snr_threshold, got {got}.")
+        raise ValueError(
+            f"prune needs either a fraction or an snr_threshold, got {got}."
+        )
     if not 0 <= fraction <= 1:
         raise ValueError(f"fraction must lie between 0 and 1, got {fraction!r}.")
     chosen = torch.zeros_like(ratios, dtype=torch.bool)
-    chosen[ratios.argsort(stable=True)[: round(fraction * len(ratios))]] = True  # a larger fraction prunes a superset
+    chosen[ratios.argsort(stable=True)[: round(fraction * len(ratios))]] = (
+        True  # a larger fraction prunes a superset
+    )
     return chosen

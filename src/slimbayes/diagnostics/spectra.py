@@ -31,7 +31,13 @@ from slimbayes.convert.plan import Selection
 from slimbayes.diagnostics.sites import gaussian_sites, layer_of, set_scales, weights_of
 from slimbayes.errors import did_you_mean
 from slimbayes.posteriors.configs.base import check_choice, check_count
-from slimbayes.prediction.panels import BLUE, ORANGE, empty_figure, legend_above, remove_box
+from slimbayes.prediction.panels import (
+    BLUE,
+    ORANGE,
+    empty_figure,
+    legend_above,
+    remove_box,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,23 +88,36 @@ class Spectrum:
         sites = {s.name: s for s in self.sites}
         found = weights_of(name, sites)
         if len(found) != 1:
-            raise KeyError(f"{name!r} names {len(found)} weights of this spectrum{did_you_mean(name, sites)}")
+            raise KeyError(
+                f"{name!r} names {len(found)} weights of this spectrum{did_you_mean(name, sites)}"
+            )
         return sites[found[0]]
 
     def __str__(self) -> str:
         shapes = [f"{s.shape[0]} x {s.shape[1]}" for s in self.sites]
         name, shape = max(22, *(len(s.name) for s in self.sites)), max(map(len, shapes))
-        lines = [f"{'variance':<{name}}  {'':>{shape}}  {'means':<25}  standard deviations"]
-        lines.append(f"{'explained by the first':<{name}}  {'':>{shape}}" + 2 * "       1        2        3".rjust(27))
+        lines = [
+            f"{'variance':<{name}}  {'':>{shape}}  {'means':<25}  standard deviations"
+        ]
+        lines.append(
+            f"{'explained by the first':<{name}}  {'':>{shape}}"
+            + 2 * "       1        2        3".rjust(27)
+        )
         lines.append("-" * len(lines[-1]))
         for s, size in zip(self.sites, shapes, strict=True):
-            cells = "".join(f"{s.first(k, of):9.2%}" for of in ("means", "scales") for k in (1, 2, 3))
+            cells = "".join(
+                f"{s.first(k, of):9.2%}"
+                for of in ("means", "scales")
+                for k in (1, 2, 3)
+            )
             lines.append(f"{s.name:<{name}}  {size:>{shape}}{cells}")
         return "\n".join(lines)
 
 
 @torch.no_grad()
-def spectrum(model: nn.Module, include: Selection = None, exclude: Selection = None) -> Spectrum:
+def spectrum(
+    model: nn.Module, include: Selection = None, exclude: Selection = None
+) -> Spectrum:
     """Singular values of the means and of the standard deviations of every Gaussian posterior of a model.
 
     Args:
@@ -115,13 +134,20 @@ def spectrum(model: nn.Module, include: Selection = None, exclude: Selection = N
     """
     found = []
     for name, p in gaussian_sites(model, include, exclude).items():
-        means, scales = (tuple(torch.linalg.svdvals(matrix).tolist()) for matrix in (p.means(), p.scales()))
+        means, scales = (
+            tuple(torch.linalg.svdvals(matrix).tolist())
+            for matrix in (p.means(), p.scales())
+        )
         found.append(SiteSpectrum(name, p.site.matrix, means, scales))
     return Spectrum(tuple(found))
 
 
 def truncate(
-    model: Model, rank: int, epsilon: float = 1e-6, include: Selection = None, exclude: Selection = None
+    model: Model,
+    rank: int,
+    epsilon: float = 1e-6,
+    include: Selection = None,
+    exclude: Selection = None,
 ) -> Model:
     """Approximate every matrix of posterior standard deviations by one of low rank, in place, and return the model.
 
@@ -143,7 +169,9 @@ def truncate(
     sites = gaussian_sites(model, include, exclude)
     check_count("truncate", "rank", rank)
     if not epsilon > 0:
-        raise ValueError(f"epsilon must be positive: a standard deviation of zero has an infinite KL; got {epsilon!r}.")
+        raise ValueError(
+            f"epsilon must be positive: a standard deviation of zero has an infinite KL; got {epsilon!r}."
+        )
     for name, p in sites.items():
         m, n = p.site.matrix
         if rank > min(m, n):
@@ -151,12 +179,23 @@ def truncate(
                 f"{name}: rank={rank} is more than its {m} x {n} matrix of standard deviations can have, which is "
                 f"{min(m, n)}. Choose a lower rank, or leave the layer as it is with exclude={layer_of(name)!r}."
             )
-    set_scales(model, "truncate", {name: low_rank(p.scales(), rank).clamp_min(epsilon) for name, p in sites.items()})
+    set_scales(
+        model,
+        "truncate",
+        {
+            name: low_rank(p.scales(), rank).clamp_min(epsilon)
+            for name, p in sites.items()
+        },
+    )
     return model
 
 
 def truncation_errors(
-    model: nn.Module, rank: int, epsilon: float = 1e-6, include: Selection = None, exclude: Selection = None
+    model: nn.Module,
+    rank: int,
+    epsilon: float = 1e-6,
+    include: Selection = None,
+    exclude: Selection = None,
 ) -> dict[str, float]:
     """Relative error |sigma' - sigma| / |sigma| of every weight that `truncate` would make, without changing the model.
 
@@ -169,9 +208,18 @@ def truncation_errors(
         >>> one > 1e-3, three < 1e-6
         (True, True)
     """
-    before = {name: p.scales() for name, p in gaussian_sites(model, include, exclude).items()}
-    after = gaussian_sites(truncate(copy.deepcopy(model), rank, epsilon, include, exclude), include, exclude)
-    return {name: float((after[name].scales() - scales).norm() / scales.norm()) for name, scales in before.items()}
+    before = {
+        name: p.scales() for name, p in gaussian_sites(model, include, exclude).items()
+    }
+    after = gaussian_sites(
+        truncate(copy.deepcopy(model), rank, epsilon, include, exclude),
+        include,
+        exclude,
+    )
+    return {
+        name: float((after[name].scales() - scales).norm() / scales.norm())
+        for name, scales in before.items()
+    }
 
 
 def low_rank(matrix: Tensor, rank: int) -> Tensor:
@@ -205,31 +253,58 @@ def plot_scales(model: nn.Module, layer: str) -> Figure:
     sites = gaussian_sites(model)
     found = weights_of(layer, sites)
     if len(found) != 1:
-        problem = "has several weights; name one" if found else "has no Gaussian posterior or is not there"
-        raise ValueError(f"layer={layer!r} {problem}{did_you_mean(layer, found or sites)}")
+        problem = (
+            "has several weights; name one"
+            if found
+            else "has no Gaussian posterior or is not there"
+        )
+        raise ValueError(
+            f"layer={layer!r} {problem}{did_you_mean(layer, found or sites)}"
+        )
     site, scales = sites[found[0]].site, sites[found[0]].scales().cpu()
     squares, maps = torch.linalg.svdvals(scales).square(), [("trained", scales)]
     for rank in (1, 2)[: min(scales.shape)]:
         share = float(squares[:rank].sum() / squares.sum())
         maps.append((f"rank {rank}: {share:.2%} explained", low_rank(scales, rank)))
     figure = empty_figure("plot_scales", 1.4 + 2.9 * len(maps), 3.6)
-    axes: Any = figure.subplots(1, len(maps), sharex=True, sharey=True, squeeze=False)[0]
+    axes: Any = figure.subplots(1, len(maps), sharex=True, sharey=True, squeeze=False)[
+        0
+    ]
     # The most extreme half percent at each end would leave one colour to all the rest.
     ordered, cut = scales.flatten().sort().values, scales.numel() // 200
-    look = {"aspect": "auto", "cmap": "viridis", "vmin": float(ordered[cut]), "vmax": float(ordered[-1 - cut])}
-    smooth = "nearest" if max(scales.shape) <= 500 else "auto"  # large maps are averaged down, small ones not blurred
+    look = {
+        "aspect": "auto",
+        "cmap": "viridis",
+        "vmin": float(ordered[cut]),
+        "vmax": float(ordered[-1 - cut]),
+    }
+    smooth = (
+        "nearest" if max(scales.shape) <= 500 else "auto"
+    )  # large maps are averaged down, small ones not blurred
     for axis, (title, matrix) in zip(axes, maps, strict=True):
         image = axis.imshow(matrix.numpy(), interpolation=smooth, **look)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("outputs")
     axes[0].set_ylabel("inputs" if len(site.shape) == 2 else "inputs x kernel")
-    figure.colorbar(image, ax=list(axes), label="standard deviation", extend="both", pad=0.01, aspect=30)
+    figure.colorbar(
+        image,
+        ax=list(axes),
+        label="standard deviation",
+        extend="both",
+        pad=0.01,
+        aspect=30,
+    )
     figure.suptitle(f"{found[0]}: posterior standard deviations", fontsize=11)
     return figure
 
 
 @torch.no_grad()
-def plot_spectrum(model: nn.Module, count: int = 10, include: Selection = None, exclude: Selection = None) -> Figure:
+def plot_spectrum(
+    model: nn.Module,
+    count: int = 10,
+    include: Selection = None,
+    exclude: Selection = None,
+) -> Figure:
     """Variance explained by each singular value, means against standard deviations (the paper's Figures 3, 5 and 12).
 
     Args:
@@ -253,10 +328,27 @@ def plot_spectrum(model: nn.Module, count: int = 10, include: Selection = None, 
         ranks = range(1, shown + 1)
         for line, (of, label, colour, marker) in enumerate(_LINES):
             values = site.explained(of)
-            panel.plot(ranks, values[:shown], color=colour, marker=marker, markersize=4, linewidth=1.4, label=label)
+            panel.plot(
+                ranks,
+                values[:shown],
+                color=colour,
+                marker=marker,
+                markersize=4,
+                linewidth=1.4,
+                label=label,
+            )
             place = {"transform": panel.transAxes, "ha": "right", "va": "top"}
-            panel.text(0.97, 0.93 - 0.11 * line, f"first two: {sum(values[:2]):.2%}", color=colour, fontsize=9, **place)
-        panel.set_title(f"{site.name}  ({site.shape[0]} x {site.shape[1]})", fontsize=10)
+            panel.text(
+                0.97,
+                0.93 - 0.11 * line,
+                f"first two: {sum(values[:2]):.2%}",
+                color=colour,
+                fontsize=9,
+                **place,
+            )
+        panel.set_title(
+            f"{site.name}  ({site.shape[0]} x {site.shape[1]})", fontsize=10
+        )
         panel.set_xlabel("singular value")
         panel.set_xticks(ranks[:: math.ceil(shown / 10)])
         panel.set_ylim(-0.03, 1.03)

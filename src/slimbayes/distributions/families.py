@@ -33,8 +33,12 @@ if TYPE_CHECKING:
 
     Value = float | Tensor
 else:
-    Value = float  # what configs can say; torch is only loaded where tensors are at work
-FAMILIES: dict[str, type[Distribution]] = {}  # by name; a class joins when it is defined
+    Value = (
+        float  # what configs can say; torch is only loaded where tensors are at work
+    )
+FAMILIES: dict[
+    str, type[Distribution]
+] = {}  # by name; a class joins when it is defined
 
 
 @dataclass(frozen=True)
@@ -42,14 +46,20 @@ class Distribution:
     """Base of every distribution: a family with a support, a reparameterised draw and a log density."""
 
     support: ClassVar[str] = "real"
-    above_zero: ClassVar[tuple[str, ...]] = ()  # fields that must be positive and finite
-    per_layer: ClassVar[bool] = False  # whether it follows from the weights of a layer: another one for each
+    above_zero: ClassVar[
+        tuple[str, ...]
+    ] = ()  # fields that must be positive and finite
+    per_layer: ClassVar[bool] = (
+        False  # whether it follows from the weights of a layer: another one for each
+    )
 
     def __post_init__(self) -> None:
         for name in self.above_zero:
             value = getattr(self, name)
             if not is_tensor(value) and not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{type(self).__name__} needs a positive, finite {name}, got {value!r}.")
+                raise ValueError(
+                    f"{type(self).__name__} needs a positive, finite {name}, got {value!r}."
+                )
 
     def __init_subclass__(cls) -> None:
         if not cls.__name__.startswith("_"):
@@ -57,7 +67,9 @@ class Distribution:
 
     def rsample(self, noise: Tensor) -> Tensor:
         """Turn standard normal noise into draws, differentiably."""
-        raise TypeError(f"{type(self).__name__} cannot be drawn from: it only serves as a prior.")
+        raise TypeError(
+            f"{type(self).__name__} cannot be drawn from: it only serves as a prior."
+        )
 
     def log_prob(self, x: Tensor) -> Tensor:
         """Log density at x."""
@@ -75,7 +87,12 @@ class Distribution:
         """The density this prior stands for beside a Gaussian posterior with these means and log scales."""
         return self
 
-    def initial(self, *shape: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def initial(
+        self,
+        *shape: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """Draw starting values for a parameter of this shape from torch's default generator."""
         import torch
 
@@ -83,7 +100,9 @@ class Distribution:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form: the family's name and its fields."""
-        return {"kind": type(self).__name__} | {f.name: getattr(self, f.name) for f in fields(self)}
+        return {"kind": type(self).__name__} | {
+            f.name: getattr(self, f.name) for f in fields(self)
+        }
 
 
 def is_tensor(value: Value) -> TypeGuard[Tensor]:
@@ -114,7 +133,11 @@ class Normal(_LocScale):
         return self.loc + self.scale * noise
 
     def log_prob(self, x: Tensor) -> Tensor:
-        return -0.5 * ((x - self.loc) / self.scale) ** 2 - log_of(self.scale) - 0.5 * math.log(2 * math.pi)
+        return (
+            -0.5 * ((x - self.loc) / self.scale) ** 2
+            - log_of(self.scale)
+            - 0.5 * math.log(2 * math.pi)
+        )
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor) -> Tensor:
         """KL of independent Normal(mean, exp(log_scale)) weights to this prior, summed: a scalar.
@@ -126,14 +149,18 @@ class Normal(_LocScale):
         from slimbayes.distributions.sums import kl_of_scales, squared_norm
 
         loc, scale = float(self.loc), float(self.scale)
-        return kl_of_scales(log_scale, math.log(scale)) + squared_norm(mean - loc if loc else mean) * (0.5 / scale**2)
+        return kl_of_scales(log_scale, math.log(scale)) + squared_norm(
+            mean - loc if loc else mean
+        ) * (0.5 / scale**2)
 
     def kl_of_sums(self, means: Sequence[Tensor], sums: ScaleSums) -> Tensor:
         """The same of weights whose scales are known by their sums, of one layer or, unless `per_layer`, of several."""
         from slimbayes.distributions.sums import squared_norms
 
         loc, scale = float(self.loc), float(self.scale)
-        distance = squared_norms([mean - loc for mean in means] if loc else means) * (0.5 / scale**2)
+        distance = squared_norms([mean - loc for mean in means] if loc else means) * (
+            0.5 / scale**2
+        )
         return sums.kl(scale).to(means[0].dtype) + distance
 
 
@@ -149,7 +176,11 @@ class Cauchy(_LocScale):
         return self.loc + self.scale * standard_cauchy(noise)
 
     def log_prob(self, x: Tensor) -> Tensor:
-        return -(((x - self.loc) / self.scale) ** 2).log1p() - log_of(self.scale) - math.log(math.pi)
+        return (
+            -(((x - self.loc) / self.scale) ** 2).log1p()
+            - log_of(self.scale)
+            - math.log(math.pi)
+        )
 
 
 class LogNormal(_LocScale):
@@ -198,7 +229,9 @@ class LogUniform(Distribution):
     tensor([-2.3026])
     """
 
-    constant: ClassVar[float] = 0.5 * math.log(2 * math.pi * math.e) + 0.5 * (0.5772156649015329 + math.log(2))
+    constant: ClassVar[float] = 0.5 * math.log(2 * math.pi * math.e) + 0.5 * (
+        0.5772156649015329 + math.log(2)
+    )
 
     def log_prob(self, x: Tensor) -> Tensor:
         return -x.abs().log() - self.constant
@@ -230,9 +263,16 @@ class Signs(Distribution):
 
     def __post_init__(self) -> None:
         if not 0 <= self.positive <= 1:
-            raise ValueError(f"Signs needs a probability between 0 and 1, got {self.positive!r}.")
+            raise ValueError(
+                f"Signs needs a probability between 0 and 1, got {self.positive!r}."
+            )
 
-    def initial(self, *shape: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def initial(
+        self,
+        *shape: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         import torch
 
         positive = torch.rand(shape, device=device, dtype=dtype).lt(self.positive)
@@ -247,12 +287,16 @@ def distribution_from_dict(data: dict[str, Any]) -> Distribution:
     """
     family = data.get("kind")
     if not isinstance(family, str) or family not in FAMILIES:
-        raise ValueError(f"Unknown distribution family {brief(family)}{did_you_mean(str(family)[:80], FAMILIES)}")
+        raise ValueError(
+            f"Unknown distribution family {brief(family)}{did_you_mean(str(family)[:80], FAMILIES)}"
+        )
     values = {k: v for k, v in data.items() if k != "kind"}
     known = [f.name for f in fields(FAMILIES[family])]
     for name in values:
         if name not in known:
-            raise ValueError(f"{family} has no field {name!r}{did_you_mean(name, known)}")
+            raise ValueError(
+                f"{family} has no field {name!r}{did_you_mean(name, known)}"
+            )
     return FAMILIES[family](**values)
 
 
@@ -261,7 +305,9 @@ def check_pair(q: type[Distribution], p: type[Distribution]) -> None:
     if p in (Point, Signs):
         raise ValueError(f"{p.__name__} cannot serve as a prior: it has no density.")
     if q in (HalfCauchy, LogUniform, Signs):
-        raise ValueError(f"{q.__name__} cannot serve as a posterior: choose Normal, Cauchy, LogNormal or Point.")
+        raise ValueError(
+            f"{q.__name__} cannot serve as a posterior: choose Normal, Cauchy, LogNormal or Point."
+        )
     if q is Point:
         return
     if q.support == "real" and p.support == "positive":
@@ -291,5 +337,9 @@ def standard_cauchy(noise: Tensor) -> Tensor:
     """
     import torch
 
-    tail = torch.special.erfc(noise.abs() * math.sqrt(0.5)).clamp_min(torch.finfo(noise.dtype).tiny)
-    return torch.sign(noise) / torch.tan(0.5 * math.pi * tail).abs()  # float pi / 2 may round past the pole
+    tail = torch.special.erfc(noise.abs() * math.sqrt(0.5)).clamp_min(
+        torch.finfo(noise.dtype).tiny
+    )
+    return (
+        torch.sign(noise) / torch.tan(0.5 * math.pi * tail).abs()
+    )  # float pi / 2 may round past the pole

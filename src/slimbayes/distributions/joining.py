@@ -16,12 +16,18 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-MANY = {"cuda": 8}  # by kind of device: parameters from which on this pays; on a CPU it does for none
+MANY = {
+    "cuda": 8
+}  # by kind of device: parameters from which on this pays; on a CPU it does for none
 
 
 def needs_autograd(x: Tensor) -> bool:
     """Whether autograd must see plain operations, and no backward of our own: for compilers, torch.func, shards."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or hasattr(x, "full_tensor")
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or hasattr(x, "full_tensor")
+    )
 
 
 class Joined:
@@ -34,13 +40,19 @@ class Joined:
     def leads_back(self) -> bool:
         """Whether gradients of the whole still become those of the parts."""
         like = self.whole.dtype, self.whole.device
-        return all([p.requires_grad and (p.dtype, p.device) == like for p in self.parts])
+        return all(
+            [p.requires_grad and (p.dtype, p.device) == like for p in self.parts]
+        )
 
 
-_JOINED: WeakValueDictionary[int, Joined] = WeakValueDictionary()  # by first part; passes hold them, graphs hold passes
+_JOINED: WeakValueDictionary[int, Joined] = (
+    WeakValueDictionary()
+)  # by first part; passes hold them, graphs hold passes
 
 
-def side_by_side(parts: Sequence[Tensor], dim: int, held: list[Any] | None = None) -> Tensor:
+def side_by_side(
+    parts: Sequence[Tensor], dim: int, held: list[Any] | None = None
+) -> Tensor:
     """Parameters joined along a dimension, which `held` keeps known. Autograd's own way back gives each a strided part
     of one gradient, which is copied when it is kept, by a kernel for each parameter; here one lays out all.
 
@@ -62,7 +74,11 @@ def side_by_side(parts: Sequence[Tensor], dim: int, held: list[Any] | None = Non
 def joined(parts: Sequence[Tensor]) -> Tensor | None:
     """What a pass whose graph still stands has joined these parameters to, and no others."""
     found = _JOINED.get(id(parts[0]))
-    if found is None or len(found.parts) != len(parts) or not all(map(is_, found.parts, parts)):
+    if (
+        found is None
+        or len(found.parts) != len(parts)
+        or not all(map(is_, found.parts, parts))
+    ):
         return None
     return found.whole if found.leads_back() else None
 
@@ -70,10 +86,20 @@ def joined(parts: Sequence[Tensor]) -> Tensor | None:
 def joined_among(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """What has joined some of these parameters; its tensors, then the others."""
     known = {id(t) for t in tensors}
-    every = list(_JOINED.values()) if len(known) == len(tensors) else []  # a tensor that counts twice is no part of any
-    found = [one for one in every if known.issuperset(map(id, one.parts)) and one.leads_back()]
+    every = (
+        list(_JOINED.values()) if len(known) == len(tensors) else []
+    )  # a tensor that counts twice is no part of any
+    found = [
+        one
+        for one in every
+        if known.issuperset(map(id, one.parts)) and one.leads_back()
+    ]
     gone = {id(part) for one in found for part in one.parts}
-    return found, *[one.whole for one in found], *[t for t in tensors if id(t) not in gone]
+    return (
+        found,
+        *[one.whole for one in found],
+        *[t for t in tensors if id(t) not in gone],
+    )
 
 
 class _SideBySide(torch.autograd.Function):
@@ -85,10 +111,14 @@ class _SideBySide(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            return None, *gradients[0].split([shape[ctx.dim] for shape in ctx.shapes], ctx.dim)
+            return None, *gradients[0].split(
+                [shape[ctx.dim] for shape in ctx.shapes], ctx.dim
+            )
         order, sizes = _part_after_part(ctx.shapes, ctx.dim, gradients[0].device)
         flat = gradients[0].flatten().index_select(0, order).split_with_sizes(sizes)
-        return None, *[part.view(shape) for part, shape in zip(flat, ctx.shapes, strict=True)]
+        return None, *[
+            part.view(shape) for part, shape in zip(flat, ctx.shapes, strict=True)
+        ]
 
 
 # Past what Function.apply does in Python for tensors of torch.func, which never come here.
@@ -96,9 +126,17 @@ _side_by_side: Any = super(torch.autograd.Function, _SideBySide).apply
 
 
 @cache  # for good: a recorded CUDA graph reads it as long as there is one
-def _part_after_part(shapes: tuple[torch.Size, ...], dim: int, device: torch.device) -> tuple[Tensor, list[int]]:
+def _part_after_part(
+    shapes: tuple[torch.Size, ...], dim: int, device: torch.device
+) -> tuple[Tensor, list[int]]:
     """Where the elements of each part lie in what is joined along `dim`, part after part; and how many they are."""
     whole = list(shapes[0])
     whole[dim] = sum(shape[dim] for shape in shapes)
-    places = torch.arange(math.prod(whole), device="cpu").view(whole).split([shape[dim] for shape in shapes], dim)
-    return torch.cat([part.flatten() for part in places]).to(device), [shape.numel() for shape in shapes]
+    places = (
+        torch.arange(math.prod(whole), device="cpu")
+        .view(whole)
+        .split([shape[dim] for shape in shapes], dim)
+    )
+    return torch.cat([part.flatten() for part in places]).to(device), [
+        shape.numel() for shape in shapes
+    ]

@@ -90,12 +90,18 @@ def summed_kl(
     tensor(1.)
     """
     # A pair that is known has a location and a scale.
-    known = (family, type(prior)) in _SLOPES and {type(prior.loc), type(prior.scale)} <= {int, float}
+    known = (family, type(prior)) in _SLOPES and {
+        type(prior.loc),
+        type(prior.scale),
+    } <= {int, float}
     if known and not needs_autograd(locs[0]):
         roots = (*locs, *rhos) if loc is None or rho is None else (loc, rho)
         return _apply(family, prior, (locs, rhos), *roots)
     q: Any = family
-    return kl(q(widen(torch.cat(list(locs), 2)), scale_from_rho(torch.cat(list(rhos), 2))), prior).sum()
+    return kl(
+        q(widen(torch.cat(list(locs), 2)), scale_from_rho(torch.cat(list(rhos), 2))),
+        prior,
+    ).sum()
 
 
 class _Of(NamedTuple):
@@ -109,7 +115,9 @@ class _SummedKL(torch.autograd.Function):
     """Of parameters that autograd does not see: gradients are those of `roots`, the same or what has joined them."""
 
     @staticmethod
-    def forward(ctx: Any, family: Any, prior: Any, parameters: Any, *roots: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, family: Any, prior: Any, parameters: Any, *roots: Tensor
+    ) -> Tensor:
         locs, rhos = parameters
         loc, rho = torch.cat(locs, 2), torch.cat(rhos, 2)
         loc, rho, scale = widen(loc), widen(rho), scale_from_rho(rho)
@@ -125,10 +133,17 @@ class _SummedKL(torch.autograd.Function):
             loc, rho = torch.cat(parameters[:half], 2), torch.cat(parameters[half:], 2)
             total = kl(family(widen(loc), scale_from_rho(rho)), prior).sum()
             wanted = [t for t in (loc, rho) if t.requires_grad]
-            found = iter(torch.autograd.grad(total, wanted, gradients[0], create_graph=True))
-            by_loc, by_rho = (next(found) if t.requires_grad else torch.zeros_like(t) for t in (loc, rho))
+            found = iter(
+                torch.autograd.grad(total, wanted, gradients[0], create_graph=True)
+            )
+            by_loc, by_rho = (
+                next(found) if t.requires_grad else torch.zeros_like(t)
+                for t in (loc, rho)
+            )
         else:
-            by_loc, by_scale = _SLOPES[family, type(prior)][1](_Of(loc, scale), prior, gradients[0])
+            by_loc, by_scale = _SLOPES[family, type(prior)][1](
+                _Of(loc, scale), prior, gradients[0]
+            )
             by_rho = torch.ops.aten.softplus_backward(by_scale, rho, 1, 20)
         if not ctx.apart:
             return None, None, None, by_loc, by_rho
@@ -166,7 +181,9 @@ def _kl_normal(q: Any, p: Any) -> Tensor:
 
 def _kl_cauchy(q: Any, p: Any) -> Tensor:
     # log(((a+b)^2 + d^2) / (4ab)) written with log1p: exact zero at q = p, no cancellation beside it.
-    return torch.log1p(((q.scale - p.scale) ** 2 + (q.loc - p.loc) ** 2) / (4 * q.scale * p.scale))
+    return torch.log1p(
+        ((q.scale - p.scale) ** 2 + (q.loc - p.loc) ** 2) / (4 * q.scale * p.scale)
+    )
 
 
 def _kl_lognormal_normal(q: Any, p: Any) -> Tensor:
@@ -179,7 +196,9 @@ def _kl_lognormal_normal(q: Any, p: Any) -> Tensor:
 
 def _kl_cauchy_loguniform(q: Any, p: Any) -> Tensor:
     # E log|x| = log(loc^2 + scale^2) / 2 and the entropy is log(4 pi scale)
-    return 0.5 * torch.log1p((q.loc / q.scale) ** 2) - math.log(4 * math.pi) + p.constant
+    return (
+        0.5 * torch.log1p((q.loc / q.scale) ** 2) - math.log(4 * math.pi) + p.constant
+    )
 
 
 def _entropy(q: Any) -> Tensor:
@@ -206,7 +225,9 @@ def _kl_by_quadrature(q: Any, p: Any) -> Tensor:
 
 def _pole(q: Any, p: Any) -> tuple[Tensor, Tensor]:
     """Where a Cauchy's pole loc + i scale lies in the rule's variable: a + i b."""
-    real, imag = (torch.as_tensor(getattr(p, name, 0.0)).to(q.loc) for name in ("loc", "scale"))
+    real, imag = (
+        torch.as_tensor(getattr(p, name, 0.0)).to(q.loc) for name in ("loc", "scale")
+    )
     if isinstance(q, LogNormal):
         real, imag = 0.5 * torch.log(real**2 + imag**2), torch.atan2(imag, real)
     # Beyond 40 a node's weight is zero, and beyond 4 so is e^(-2 pi b / h).
@@ -216,7 +237,13 @@ def _pole(q: Any, p: Any) -> tuple[Tensor, Tensor]:
 def _pole_correction(a: Tensor, b: Tensor) -> Tensor:
     """What a rule of step h adds by stepping over poles z0 = a +- i b: 2 h Re phi(z0) log(1 + e^(-2 pi b / h))."""
     phi = torch.exp(0.5 * (b**2 - a**2)) / math.sqrt(2 * math.pi)
-    return 2 * _STEP * phi * torch.cos(a * b) * torch.log1p(torch.exp(-2 * math.pi * b / _STEP))
+    return (
+        2
+        * _STEP
+        * phi
+        * torch.cos(a * b)
+        * torch.log1p(torch.exp(-2 * math.pi * b / _STEP))
+    )
 
 
 _CLOSED_FORMS: dict[tuple[type, type], Callable[[Any, Any], Tensor]] = {
@@ -228,7 +255,10 @@ _CLOSED_FORMS: dict[tuple[type, type], Callable[[Any, Any], Tensor]] = {
 }
 
 # The sum of a divergence over elements, and its derivatives by locations and scales.
-_SLOPES: dict[tuple[type, type], tuple[Callable[[Any, Any], Tensor], Callable[..., tuple[Tensor, Tensor]]]] = {
+_SLOPES: dict[
+    tuple[type, type],
+    tuple[Callable[[Any, Any], Tensor], Callable[..., tuple[Tensor, Tensor]]],
+] = {
     (Normal, Normal): (_sum_normal, _slopes_normal),
     (LogNormal, LogNormal): (_sum_normal, _slopes_normal),
     (Cauchy, Cauchy): (lambda q, p: _kl_cauchy(q, p).sum(), _slopes_cauchy),
@@ -253,12 +283,17 @@ def information(posteriors: Sequence[Any]) -> Tensor:
         member = torch.arange(total, device=q.loc.device) % len(q.loc)
         every = type(q)(q.loc[member], q.scale[member])
         drawn = every.rsample(torch.randn_like(every.loc))
-        lines = [type(q)(loc, scale).log_prob(drawn) for loc, scale in zip(every.loc, every.scale, strict=True)]
+        lines = [
+            type(q)(loc, scale).log_prob(drawn)
+            for loc, scale in zip(every.loc, every.scale, strict=True)
+        ]
         return torch.stack([line.sum(1, dtype=sum_dtype(line)) for line in lines])
 
     first = posteriors[0].loc
     density = torch.stack([densities(q).to(first.device) for q in posteriors]).sum(0)
-    return (density.diagonal() - density.logsumexp(0)).mean().to(first.dtype) + math.log(total)
+    return (density.diagonal() - density.logsumexp(0)).mean().to(
+        first.dtype
+    ) + math.log(total)
 
 
 def marginal_cost(square: Tensor, count: int, shape: float, mean: float) -> Tensor:
@@ -273,5 +308,9 @@ def marginal_cost(square: Tensor, count: int, shape: float, mean: float) -> Tens
     """
     rate, more = shape / mean, shape + count / 2
     # log Gamma(a) - log Gamma(a + n/2) + a log(1 + S / 2b) + n/2 log(b + S/2), and n/2 log(mean) to meet tau S / 2
-    constant = math.lgamma(shape) - math.lgamma(more) + count / 2 * (math.log(rate) + math.log(mean))
+    constant = (
+        math.lgamma(shape)
+        - math.lgamma(more)
+        + count / 2 * (math.log(rate) + math.log(mean))
+    )
     return more * torch.log1p(square / (2 * rate)) + constant

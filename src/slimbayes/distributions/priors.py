@@ -27,10 +27,14 @@ class ScaleSums(NamedTuple):
 
     def kl(self, scale: float) -> Tensor:
         """KL of the weights about the means of a prior with this scale."""
-        return 0.5 * (self.variance / scale**2 - self.size) - (self.log_scale - self.size * math.log(scale))
+        return 0.5 * (self.variance / scale**2 - self.size) - (
+            self.log_scale - self.size * math.log(scale)
+        )
 
 
-def gaussian_log_ratio(deviation: Tensor, mean: Tensor, log_scale: Tensor, prior: Any) -> Tensor:
+def gaussian_log_ratio(
+    deviation: Tensor, mean: Tensor, log_scale: Tensor, prior: Any
+) -> Tensor:
     """log p(w) - log q(w) of draws w = mean + deviation of Normal(mean, exp(log_scale)) weights, summed over the
     weights.
 
@@ -41,7 +45,11 @@ def gaussian_log_ratio(deviation: Tensor, mean: Tensor, log_scale: Tensor, prior
     tensor([0., 0.], dtype=torch.float64)
     """
     deviation, mean, log_scale = deviation.double(), mean.double(), log_scale.double()
-    log_q = -0.5 * (deviation * (-log_scale).exp()).square() - log_scale - 0.5 * math.log(2 * math.pi)
+    log_q = (
+        -0.5 * (deviation * (-log_scale).exp()).square()
+        - log_scale
+        - 0.5 * math.log(2 * math.pi)
+    )
     log_p = prior.of_weights(mean, log_scale).log_prob(mean + deviation)
     return (log_p - log_q).flatten(1).sum(1)
 
@@ -106,7 +114,10 @@ class LaplacePrior(Distribution):
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor) -> Tensor:
         scaled = mean * (-log_scale).exp()
-        size = math.sqrt(2 / math.pi) * (log_scale - 0.5 * scaled.square()).exp() + mean * (scaled / math.sqrt(2)).erf()
+        size = (
+            math.sqrt(2 / math.pi) * (log_scale - 0.5 * scaled.square()).exp()
+            + mean * (scaled / math.sqrt(2)).erf()
+        )
         entropy = log_scale + 0.5 * math.log(2 * math.pi * math.e)
         return (size / self.scale + math.log(2 * self.scale) - entropy).sum()
 
@@ -136,17 +147,25 @@ class EmpiricalBayes(Distribution):
         a, b, n = self.concentration, self.rate, sums.size
         moment, variance = self._moment_and_variance(means, sums)
         divergence = 0.5 * (moment / variance + n * variance.log() - n) - sums.log_scale
-        hyperprior = a * math.log(b) - math.lgamma(a) - (a + 1) * variance.log() - b / variance
+        hyperprior = (
+            a * math.log(b) - math.lgamma(a) - (a + 1) * variance.log() - b / variance
+        )
         return (divergence - hyperprior).to(means[0].dtype)
 
     def of_weights(self, mean: Tensor, log_scale: Tensor) -> Distribution:
-        return Normal(0.0, self._moment_and_variance([mean], _sums(log_scale))[1].sqrt())
+        return Normal(
+            0.0, self._moment_and_variance([mean], _sums(log_scale))[1].sqrt()
+        )
 
-    def _moment_and_variance(self, means: Sequence[Tensor], sums: ScaleSums) -> tuple[Tensor, Tensor]:
+    def _moment_and_variance(
+        self, means: Sequence[Tensor], sums: ScaleSums
+    ) -> tuple[Tensor, Tensor]:
         from slimbayes.distributions.sums import squared_norms
 
         moment = sums.variance + squared_norms(means)
-        return moment, (moment + 2 * self.rate) / (sums.size + 2 * self.concentration + 2)
+        return moment, (moment + 2 * self.rate) / (
+            sums.size + 2 * self.concentration + 2
+        )
 
 
 def _sums(log_scale: Tensor) -> ScaleSums:
@@ -173,13 +192,19 @@ class ScaleMixture(Distribution):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.narrow < self.wide:
-            raise ValueError(f"ScaleMixture: narrow={self.narrow!r} must be below wide={self.wide!r}.")
+            raise ValueError(
+                f"ScaleMixture: narrow={self.narrow!r} must be below wide={self.wide!r}."
+            )
         if not 0 < self.mix < 1:
-            raise ValueError(f"ScaleMixture: mix must lie strictly between 0 and 1, got {self.mix!r}.")
+            raise ValueError(
+                f"ScaleMixture: mix must lie strictly between 0 and 1, got {self.mix!r}."
+            )
 
     def log_prob(self, x: Tensor) -> Tensor:
         wide = Normal(0.0, self.wide).log_prob(x) + math.log(self.mix)
-        return wide.logaddexp(Normal(0.0, self.narrow).log_prob(x) + math.log(1 - self.mix))
+        return wide.logaddexp(
+            Normal(0.0, self.narrow).log_prob(x) + math.log(1 - self.mix)
+        )
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor) -> Tensor:
         import torch
@@ -188,19 +213,28 @@ class ScaleMixture(Distribution):
         # form; the second is integrated over nodes of the posterior where that is narrower, over nodes of its own
         # elsewhere.
         scale = log_scale.exp()
-        reach = math.sqrt(2 * max(math.log((1 - self.mix) / self.mix * self.wide / self.narrow), 0.0) + 40)
+        reach = math.sqrt(
+            2 * max(math.log((1 - self.mix) / self.mix * self.wide / self.narrow), 0.0)
+            + 40
+        )
         wide = scale > self.narrow
         by_posterior = torch.zeros_like(mean)
         by_bump = torch.zeros_like(mean)
-        nodes = torch.linspace(-1.0, 1.0, self.nodes, dtype=mean.dtype, device=mean.device)
+        nodes = torch.linspace(
+            -1.0, 1.0, self.nodes, dtype=mean.dtype, device=mean.device
+        )
         weight = torch.softmax(-0.5 * (7 * nodes) ** 2, 0)
         step = 2 * reach * self.narrow / (self.nodes - 1)
         q = Normal(mean, torch.where(wide, scale, torch.ones_like(scale)))
-        for node, w in zip(nodes, weight, strict=True):  # a loop over nodes keeps memory at a few copies of the weights
+        for node, w in zip(
+            nodes, weight, strict=True
+        ):  # a loop over nodes keeps memory at a few copies of the weights
             by_posterior = by_posterior + w * self._bump(mean + 7 * node * scale)
             x = reach * self.narrow * node
             by_bump = by_bump + step * self._bump(x) * q.log_prob(x).exp()
-        expected = -0.5 * (mean.square() + scale.square()) / self.wide**2 - math.log(self.wide / self.mix)
+        expected = -0.5 * (mean.square() + scale.square()) / self.wide**2 - math.log(
+            self.wide / self.mix
+        )
         expected = expected + torch.where(wide, by_bump, by_posterior)
         return -(expected + log_scale + 0.5).sum()
 

@@ -13,7 +13,11 @@ SCALE_FLOOR = 1e-7  # the reference code's constraint adds it, so that a scale i
 
 def widen(tensor: Tensor) -> Tensor:
     """Half-precision tensors as float32, others as they are: scales and KLs need the digits."""
-    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 2 else tensor
+    return (
+        tensor.float()
+        if tensor.is_floating_point() and tensor.element_size() == 2
+        else tensor
+    )
 
 
 def scale_from_rho(rho: Tensor) -> Tensor:
@@ -56,10 +60,16 @@ def cholesky_factor(log_scale: Tensor, below: Tensor | None) -> Tensor:
     if below is None:
         return torch.diag_embed(scale)
     size = scale.shape[-1]
-    unit = torch.eye(size, dtype=scale.dtype, device=scale.device).flatten().repeat(*scale.shape[:-1], 1)
+    unit = (
+        torch.eye(size, dtype=scale.dtype, device=scale.device)
+        .flatten()
+        .repeat(*scale.shape[:-1], 1)
+    )
     row, column = torch.tril_indices(size, size, -1, device=scale.device)
     index = (row * size + column).expand(below.shape)
-    return scale.unsqueeze(-1) * unit.scatter(-1, index, widen(below)).unflatten(-1, (size, size))
+    return scale.unsqueeze(-1) * unit.scatter(-1, index, widen(below)).unflatten(
+        -1, (size, size)
+    )
 
 
 def dropout_scale(rate: float) -> float:
@@ -71,7 +81,9 @@ def dropout_scale(rate: float) -> float:
     0.3333
     """
     if not 0 < rate < 1:
-        raise ValueError(f"A dropout rate must lie strictly between 0 and 1, got {rate!r}.")
+        raise ValueError(
+            f"A dropout rate must lie strictly between 0 and 1, got {rate!r}."
+        )
     return math.sqrt(rate / (1 - rate))
 
 
@@ -87,7 +99,9 @@ def rademacher(normals: Tensor) -> Tensor:
     import torch
 
     byte = (torch.special.ndtr(normals) * 256).clamp_max(255).to(torch.uint8)
-    if normals.device.type != "cpu":  # on an H200, looking up 4 million lines took 2.5 ms
+    if (
+        normals.device.type != "cpu"
+    ):  # on an H200, looking up 4 million lines took 2.5 ms
         return bits_as_signs(byte).to(normals.dtype).flatten(1)
     every = bits_as_signs(torch.arange(256).to(torch.uint8)).to(normals.dtype)
     return torch.nn.functional.embedding(byte.int(), every).flatten(1)

@@ -52,7 +52,12 @@ def sum_log_outer(u: Tensor, v: Tensor) -> Tensor:
     """
     if needs_autograd(u):
         return _rows_summed(outer(u, v).log())
-    if ready(u) and u.shape[1] <= 8 and u.dtype == v.dtype == torch.float32 and u.shape[0] * v.shape[0] >= LARGE:
+    if (
+        ready(u)
+        and u.shape[1] <= 8
+        and u.dtype == v.dtype == torch.float32
+        and u.shape[0] * v.shape[0] >= LARGE
+    ):
         from slimbayes.kernels import tied
 
         return tied.sum_log_outer(u, v)
@@ -78,7 +83,11 @@ def mean_plus_noise(mean: Tensor, scale: Tensor, noise: Tensor) -> Tensor:
     >>> mean_plus_noise(torch.ones(2), torch.full((2,), 0.5), torch.tensor([-1.0, 2.0]))
     tensor([0.5000, 2.0000])
     """
-    if needs_autograd(mean) or noise.requires_grad or not mean.dtype == scale.dtype == noise.dtype:
+    if (
+        needs_autograd(mean)
+        or noise.requires_grad
+        or not mean.dtype == scale.dtype == noise.dtype
+    ):
         return mean + scale * noise
     return _MeanPlusNoise.apply(mean, scale, noise)
 
@@ -89,7 +98,9 @@ def squared_norm(x: Tensor) -> Tensor:
     >>> squared_norm(torch.tensor([3.0, 4.0]))
     tensor(25.)
     """
-    return x.square().sum() if needs_autograd(x) or x.dim() < 2 else _SquaredNorm.apply(x)
+    return (
+        x.square().sum() if needs_autograd(x) or x.dim() < 2 else _SquaredNorm.apply(x)
+    )
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -189,15 +200,31 @@ class _SquaredNorms(torch.autograd.Function):
     """Of tensors that autograd does not see: gradients are those of `roots`, what has joined some, then the others."""
 
     @staticmethod
-    def forward(ctx: Any, tensors: Sequence[Tensor], joined: Sequence[Any], *roots: Tensor) -> Tensor:
-        ctx.save_for_backward(*[part for one in joined for part in one.parts], *roots[len(joined) :])
+    def forward(
+        ctx: Any, tensors: Sequence[Tensor], joined: Sequence[Any], *roots: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(
+            *[part for one in joined for part in one.parts], *roots[len(joined) :]
+        )
         ctx.joined = [(len(one.parts), one.dim) for one in joined]
-        widest = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+        widest = (
+            torch.float64
+            if any(x.dtype == torch.float64 for x in tensors)
+            else torch.float32
+        )
         # On a CPU norms of lines: one norm of all would add up millions of float32 in a row.
         if tensors[0].is_cuda:
-            return torch.stack(torch._foreach_norm(list(tensors), 2, widest)).square().sum()
+            return (
+                torch.stack(torch._foreach_norm(list(tensors), 2, widest))
+                .square()
+                .sum()
+            )
         lines = [x.flatten(1) if x.dim() > 1 else x.reshape(1, -1) for x in tensors]
-        return torch.cat([torch.linalg.vector_norm(x, dim=1, dtype=widest) for x in lines]).square_().sum()
+        return (
+            torch.cat([torch.linalg.vector_norm(x, dim=1, dtype=widest) for x in lines])
+            .square_()
+            .sum()
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -206,8 +233,19 @@ class _SquaredNorms(torch.autograd.Function):
             roots.append(torch.cat(rest[:count], dim))
             rest = rest[count:]
         roots += rest
-        found = [x * twice for x in roots] if torch.is_grad_enabled() else torch._foreach_mul(roots, twice)
-        return None, None, *[g if need else None for g, need in zip(found, ctx.needs_input_grad[2:], strict=True)]
+        found = (
+            [x * twice for x in roots]
+            if torch.is_grad_enabled()
+            else torch._foreach_mul(roots, twice)
+        )
+        return (
+            None,
+            None,
+            *[
+                g if need else None
+                for g, need in zip(found, ctx.needs_input_grad[2:], strict=True)
+            ],
+        )
 
 
 class _MeanPlusNoise(torch.autograd.Function):
@@ -219,4 +257,8 @@ class _MeanPlusNoise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (noise,) = ctx.saved_tensors
-        return gradients[0], gradients[0] * noise if ctx.needs_input_grad[1] else None, None
+        return (
+            gradients[0],
+            gradients[0] * noise if ctx.needs_input_grad[1] else None,
+            None,
+        )

@@ -24,14 +24,22 @@ from slimbayes.errors import SlimbayesWarning
 
 def needs_rows(posteriors: Sequence[Any]) -> bool:
     """Whether a bare call has different draws for different rows."""
-    return plan_once(posteriors, "needs rows", lambda: any(p.members > 1 or p.by_row for p in posteriors))
+    return plan_once(
+        posteriors,
+        "needs rows",
+        lambda: any(p.members > 1 or p.by_row for p in posteriors),
+    )
 
 
 def most_members(posteriors: Sequence[Any]) -> int:
-    return plan_once(posteriors, "most members", lambda: max(p.members for p in posteriors))
+    return plan_once(
+        posteriors, "most members", lambda: max(p.members for p in posteriors)
+    )
 
 
-def bare_pass(posteriors: Sequence[Any], rows: int, layout: Layout | None, first: Any = None) -> Pass:
+def bare_pass(
+    posteriors: Sequence[Any], rows: int, layout: Layout | None, first: Any = None
+) -> Pass:
     """Each row one draw, members starting at a random one; one draw for all rows where they cannot be told apart."""
     most = most_members(posteriors)
     rowwise = layout is not None and layout.rowwise and rows > 0
@@ -50,20 +58,33 @@ class Scope(Pass):
     beams they become. Where several draws are `frozen`, it shares out those.
     """
 
-    def __init__(self, module: nn.Module, posteriors: Any, whole: bool, rows: int, frozen: Pass | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        posteriors: Any,
+        whole: bool,
+        rows: int,
+        frozen: Pass | None,
+    ) -> None:
         super().__init__(None, rows, held=True)
         self.frozen = frozen
         self.noise = dict.fromkeys([p.key for p in posteriors])  # type: ignore[assignment]
         self.module, self.posteriors, self.whole = module, posteriors, whole
         self.first = noise.random_member(posteriors[0].device) if frozen is None else 0
         self.inner: Pass | None = None
-        self.layouts: dict[nn.Module, Layout] = {}  # of the modules that were called inside
+        self.layouts: dict[
+            nn.Module, Layout
+        ] = {}  # of the modules that were called inside
 
     def located(self, module: nn.Module, args: Any, kwargs: Any) -> Layout:
         """Where rows lie in a call inside; in a whole scope as at the module's first call."""
-        found = self.layouts.get(module) if self.whole else None  # later steps carry a cache that no proof can repeat
+        found = (
+            self.layouts.get(module) if self.whole else None
+        )  # later steps carry a cache that no proof can repeat
         if found is None:
-            found = self.layouts[module] = layout_of(module, args, kwargs, passes.posteriors_of(module))
+            found = self.layouts[module] = layout_of(
+                module, args, kwargs, passes.posteriors_of(module)
+            )
         return found
 
     def call(self, rows: int, layout: Layout) -> Pass:
@@ -71,14 +92,14 @@ class Scope(Pass):
         if self.whole and rows and self.rows and rows % self.rows == 0:
             rows = self.rows
         if self.frozen is None and not needs_rows(self.posteriors):
-            layout = replace(layout, rowwise=False)  # one draw for all, however many rows the parts are called with
+            layout = replace(
+                layout, rowwise=False
+            )  # one draw for all, however many rows the parts are called with
         if self.inner is not None and self.inner.spent and self.frozen is None:
             self.inner = None
         if self.inner is None or (self.inner.rows != rows and self.inner.draws != 1):
             if self.inner is not None and layout.rowwise:
-                said = (
-                    f"A method of {type(self.module).__name__} calls its parts with {self.inner.rows} and {rows} rows"
-                )
+                said = f"A method of {type(self.module).__name__} calls its parts with {self.inner.rows} and {rows} rows"
                 how = "which share out draws in other ways: take one, write_out(model, j) inside frozen(model)."
                 warnings.warn(f"{said}, {how}", SlimbayesWarning, stacklevel=6)
             self.inner = self._begin(rows, layout)
@@ -89,22 +110,40 @@ class Scope(Pass):
             )
         if self.frozen is not None and self.inner.draws == 1:
             return self.frozen.single(0, layout if layout.folds else None)
-        return (self.frozen or self.inner).view(rows, layout if self.inner.draws != 1 else None)
+        return (self.frozen or self.inner).view(
+            rows, layout if self.inner.draws != 1 else None
+        )
 
     def _begin(self, rows: int, layout: Layout) -> Pass:
         if self.frozen is None:
             return bare_pass(self.posteriors, rows, layout, self.first)
         if not layout.rowwise:
-            warn_of_loop(layout, f"of the {self.frozen.total} draws that are held this call uses the first")
-        return self.frozen.view(rows, layout) if layout.rowwise else self.frozen.single(0)
+            warn_of_loop(
+                layout,
+                f"of the {self.frozen.total} draws that are held this call uses the first",
+            )
+        return (
+            self.frozen.view(rows, layout) if layout.rowwise else self.frozen.single(0)
+        )
 
 
-def scope_of(module: nn.Module, args: Any, kwargs: Any, whole: bool = False) -> Scope | None:
+def scope_of(
+    module: nn.Module, args: Any, kwargs: Any, whole: bool = False
+) -> Scope | None:
     """The scope that a call of a method opens; None where a pass is under way, one draw is held or nothing drawn."""
     key = first_key(module)
     found = None if key is None else passes.pass_of(key)
-    several = found is not None and found.held and found.total > 1 and not isinstance(found, Scope)
-    if key is None or torch.compiler.is_compiling() or (found is not None and not several):
+    several = (
+        found is not None
+        and found.held
+        and found.total > 1
+        and not isinstance(found, Scope)
+    )
+    if (
+        key is None
+        or torch.compiler.is_compiling()
+        or (found is not None and not several)
+    ):
         return None
     arrays = arrays_of((args, kwargs)) if whole else []
     rows = padded(arrays[0]).shape[0] if arrays and padded(arrays[0]).dim() else 1

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from slimbayes.engine.objects import CODE
 
 _GROWS = (list, dict, set, deque)
-_MACHINERY = {"torch", "slimbayes", "accelerate", "deepspeed"}  # packages whose hooks do not look on: they run models
+_MACHINERY = {
+    "torch",
+    "slimbayes",
+    "accelerate",
+    "deepspeed",
+}  # packages whose hooks do not look on: they run models
 _CACHES: WeakKeyDictionary[type[nn.Module], list[Any]] = WeakKeyDictionary()  # by class
 PLAIN = {int, float, str, bool, bytes, type(None)}  # of which vocabularies have many
 
@@ -22,10 +27,19 @@ def written_by_hooks(modules: Iterable[nn.Module]) -> Iterator[Any]:
     """What hooks on modules may collect things in: containers and tensors that they refer to, and the attributes of
     their own objects, or of others from where they come from. Not what they count in a variable of a function's.
     """
-    of_all = nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks
-    kinds = (*of_all, *(held for m in modules for held in (m._forward_hooks, m._forward_pre_hooks)))
+    of_all = (
+        nn.modules.module._global_forward_hooks,
+        nn.modules.module._global_forward_pre_hooks,
+    )
+    kinds = (
+        *of_all,
+        *(held for m in modules for held in (m._forward_hooks, m._forward_pre_hooks)),
+    )
     for hook in {id(hook): hook for held in kinds for hook in held.values()}.values():
-        bound = [*getattr(hook, "args", ()), *getattr(hook, "keywords", {}).values()]  # of a partial
+        bound = [
+            *getattr(hook, "args", ()),
+            *getattr(hook, "keywords", {}).values(),
+        ]  # of a partial
         function = getattr(hook, "func", hook)
         owner = getattr(function, "__self__", None)
         function = getattr(function, "__func__", function)
@@ -34,7 +48,11 @@ def written_by_hooks(modules: Iterable[nn.Module]) -> Iterator[Any]:
             continue
         if inspect.isfunction(function):
             named = inspect.getclosurevars(function)
-            bound += [*named.nonlocals.values(), *named.globals.values(), *(function.__defaults__ or ())]
+            bound += [
+                *named.nonlocals.values(),
+                *named.globals.values(),
+                *(function.__defaults__ or ()),
+            ]
         for value in (owner, *bound):
             if isinstance(value, (Tensor, list, dict, set, deque)):
                 yield value
@@ -46,7 +64,9 @@ def written_by_hooks(modules: Iterable[nn.Module]) -> Iterator[Any]:
 
 def homes_of(modules: Iterable[nn.Module]) -> set[str]:
     """The packages that modules come from: objects from there, or of no class of their own, may hold their state."""
-    names = {getattr(type(m), "plain", type(m)).__module__.partition(".")[0] for m in modules}
+    names = {
+        getattr(type(m), "plain", type(m)).__module__.partition(".")[0] for m in modules
+    }
     return (names - {"torch", "slimbayes"}) | {"types"}
 
 
@@ -59,10 +79,16 @@ def reached(values: Iterable[Any], homes: Set[str] = frozenset()) -> dict[int, A
     while ahead:
         value, within = ahead.pop()
         if not isinstance(value, (Tensor, tuple, *_GROWS)):
-            if type(value).__module__.partition(".")[0] not in homes or isinstance(value, (nn.Module, type, *CODE)):
+            if type(value).__module__.partition(".")[0] not in homes or isinstance(
+                value, (nn.Module, type, *CODE)
+            ):
                 continue
             value, within = getattr(value, "__dict__", ()), True
-        if isinstance(value, nn.Parameter) or id(value) in found or (within and is_large(value)):
+        if (
+            isinstance(value, nn.Parameter)
+            or id(value) in found
+            or (within and is_large(value))
+        ):
             continue
         found[id(value)] = value
         if not isinstance(value, Tensor):
@@ -80,5 +106,7 @@ def caches_of(cls: type[nn.Module]) -> list[Any]:
     """Methods of a class that remember what they returned (`functools.lru_cache`), for whatever weights that was."""
     if cls not in _CACHES:
         every = [value for one in cls.__mro__ for value in vars(one).values()]
-        _CACHES[cls] = [value for value in every if isinstance(value, _lru_cache_wrapper)]
+        _CACHES[cls] = [
+            value for value in every if isinstance(value, _lru_cache_wrapper)
+        ]
     return _CACHES[cls]

@@ -63,7 +63,9 @@ class Layout:
     lead: tuple[int, int] | None = None
     dims: dict[tuple[str, int], int] = field(default_factory=dict)
     merged: set[tuple[str, int]] = field(default_factory=set)
-    arguments: dict[tuple[str, tuple[int, ...]], tuple[Dims, Dims]] = field(default_factory=dict)
+    arguments: dict[tuple[str, tuple[int, ...]], tuple[Dims, Dims]] = field(
+        default_factory=dict
+    )
     shareable: dict[int, tuple[Dims, Dims]] = field(default_factory=dict)
     output_sizes: tuple[int, list[tuple[int, ...]]] = (1, [])
     random: bool = False
@@ -80,7 +82,11 @@ class Layout:
         if self.lead is None:
             return 1
         leaf = arrays_of(inputs)[self.lead[0]]
-        return int(leaf.batch_sizes[0]) if isinstance(leaf, PackedSequence) else leaf.shape[self.lead[1]]
+        return (
+            int(leaf.batch_sizes[0])
+            if isinstance(leaf, PackedSequence)
+            else leaf.shape[self.lead[1]]
+        )
 
     def tile(self, inputs: Any, draws: int) -> Any:
         """Inputs repeated once for each draw, whole block after whole block."""
@@ -109,12 +115,20 @@ class Layout:
             if dim is None:
                 return leaf
             if isinstance(leaf, PackedSequence):
-                index = [torch.arange(start, rows if size is None else start + size) for start, size in blocks]
+                index = [
+                    torch.arange(start, rows if size is None else start + size)
+                    for start, size in blocks
+                ]
                 return index_rows(leaf, 1, torch.cat(index))
             if leaf.shape[dim] == 1 != rows:
                 return leaf  # it stands for all rows already
-            parts = [leaf if size is None else part(leaf, dim, start, size) for start, size in blocks]
-            return parts[0] if len(parts) == 1 else torch.cat(parts, dim)  # which keeps the memory format
+            parts = [
+                leaf if size is None else part(leaf, dim, start, size)
+                for start, size in blocks
+            ]
+            return (
+                parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            )  # which keeps the memory format
 
         return map_arrays(cut, inputs)
 
@@ -125,7 +139,9 @@ class Layout:
     def size(self, inputs: Any, draws: int = 1) -> tuple[int, int]:
         """How many rows there are with every row repeated for so many draws, and how many numbers they hold."""
         arrays = zip(arrays_of(inputs), self.inputs, strict=True)
-        return draws * self.rows(inputs), draws * sum([padded(a).numel() for a, dim in arrays if dim is not None])
+        return draws * self.rows(inputs), draws * sum(
+            [padded(a).numel() for a, dim in arrays if dim is not None]
+        )
 
     def covers(self, inputs: Any, draws: int = 1) -> bool:
         """Whether layers were seen to be called alike for as many rows and numbers; one row is always right."""
@@ -140,7 +156,9 @@ class Layout:
         What has not as many entries for each of B `rows` is refused: draws may have kept different ones.
         """
         if len(arrays_of(outputs)) != len(self.outputs):
-            raise Unproven("the model returned other tensors than when its rows were located")
+            raise Unproven(
+                "the model returned other tensors than when its rows were located"
+            )
 
         def split(i: int, leaf: Any) -> Any:
             dim, (before, shapes) = self.outputs[i], self.output_sizes
@@ -149,8 +167,14 @@ class Layout:
             if dim is None:
                 return leaf.expand(draws, *leaf.shape)
             if not torch.compiler.is_compiling() and leaf.shape[dim] % (draws * rows):
-                made = shapes[i][dim]  # windows that are joined are as many for as many rows
-                if not made or before % made or leaf.shape[dim] * before != made * draws * rows:
+                made = shapes[i][
+                    dim
+                ]  # windows that are joined are as many for as many rows
+                if (
+                    not made
+                    or before % made
+                    or leaf.shape[dim] * before != made * draws * rows
+                ):
                     raise Unproven(
                         f"output {i} of shape {tuple(leaf.shape)} has no entry for each of {draws * rows} rows"
                     )
@@ -163,11 +187,16 @@ class Layout:
 def candidate_layouts(inputs: Any, batch_dim: int | None) -> Iterator[Layout]:
     """Layouts that say which inputs hold rows, where, and what tells how many there are; the likeliest first."""
     arrays = arrays_of(inputs)
-    shapes = [(-1, int(a.batch_sizes[0])) if isinstance(a, PackedSequence) else tuple(a.shape) for a in arrays]
+    shapes = [
+        (-1, int(a.batch_sizes[0])) if isinstance(a, PackedSequence) else tuple(a.shape)
+        for a in arrays
+    ]
     # Inputs with more dimensions first: masks, lengths and weights have fewer than what they are for.
     packed = [isinstance(a, PackedSequence) for a in arrays]
     flags = [isinstance(a, Tensor) and a.dtype == torch.bool for a in arrays]
-    order = sorted(range(len(arrays)), key=lambda i: (not packed[i], flags[i], -len(shapes[i])))
+    order = sorted(
+        range(len(arrays)), key=lambda i: (not packed[i], flags[i], -len(shapes[i]))
+    )
     seen: set[Dims] = set()
     for dim in (0, 1) if batch_dim is None else (batch_dim,):
         for i in order:
@@ -182,20 +211,31 @@ def candidate_layouts(inputs: Any, batch_dim: int | None) -> Iterator[Layout]:
 def _variants(shapes: Sequence[tuple[int, ...]], lead: int, at: int) -> Iterator[Dims]:
     """Rows of all inputs, if input `lead` has them along `at`: where sizes fit, with one input less, multiples too."""
     rows = shapes[lead][at]
-    fits = [[d for d, size in enumerate(shape) if size == rows and d < 2] for shape in shapes]
+    fits = [
+        [d for d, size in enumerate(shape) if size == rows and d < 2]
+        for shape in shapes
+    ]
     first = [at if at in f else f[0] if f else None for f in fits]
     first[lead] = at
     yield tuple(first)
-    yield tuple(at if at in f else None for f in fits)  # as many coordinates (points, 3) as rows
-    for i, found in enumerate(fits):  # a state (layers, rows, units) of as many layers as rows
+    yield tuple(
+        at if at in f else None for f in fits
+    )  # as many coordinates (points, 3) as rows
+    for i, found in enumerate(
+        fits
+    ):  # a state (layers, rows, units) of as many layers as rows
         for other in found if i != lead else ():
             yield tuple(other if j == i else d for j, d in enumerate(first))
-    yield tuple(next((d for d in reversed(f)), None) if j != lead else at for j, f in enumerate(fits))
+    yield tuple(
+        next((d for d in reversed(f)), None) if j != lead else at
+        for j, f in enumerate(fits)
+    )
     for i, dim in enumerate(first):
         if dim is not None and i != lead:
             yield tuple(None if j == i else d for j, d in enumerate(first))
     yield tuple(
-        d if d is not None or not s or rows < 2 or s[0] % rows else 0 for d, s in zip(first, shapes, strict=True)
+        d if d is not None or not s or rows < 2 or s[0] % rows else 0
+        for d, s in zip(first, shapes, strict=True)
     )
     yield tuple(at if j == lead else None for j in range(len(shapes)))
 
@@ -232,7 +272,11 @@ def leaves_of(tree: Any) -> list[Any]:
     out: list[Any] = []
     for leaf in pytree.tree_leaves(tree, is_leaf=_is_packed):
         if is_dataclass(leaf) and not isinstance(leaf, type):
-            out += [inner for part in fields(leaf) for inner in leaves_of(getattr(leaf, part.name))]
+            out += [
+                inner
+                for part in fields(leaf)
+                for inner in leaves_of(getattr(leaf, part.name))
+            ]
         else:
             out.append(leaf)
     return out
@@ -240,7 +284,12 @@ def leaves_of(tree: Any) -> list[Any]:
 
 def is_plain_call(tree: Any) -> bool:
     """Whether a tree is (tensors, tensors by name), as of most calls: there is a shorter way through it."""
-    plain = type(tree) is tuple and len(tree) == 2 and type(tree[0]) is tuple and type(tree[1]) is dict
+    plain = (
+        type(tree) is tuple
+        and len(tree) == 2
+        and type(tree[0]) is tuple
+        and type(tree[1]) is dict
+    )
     return plain and {*map(type, tree[0]), *map(type, tree[1].values())} == {Tensor}
 
 
@@ -250,7 +299,9 @@ def arrays_of(tree: Any) -> list[Any]:
         return [tree]
     if is_plain_call(tree):
         return [*tree[0], *tree[1].values()]
-    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, (Tensor, PackedSequence))]
+    return [
+        leaf for leaf in leaves_of(tree) if isinstance(leaf, (Tensor, PackedSequence))
+    ]
 
 
 def map_arrays(function: Callable[[int, Any], Any], tree: Any) -> Any:
@@ -258,11 +309,24 @@ def map_arrays(function: Callable[[int, Any], Any], tree: Any) -> Any:
     if type(tree) is Tensor:
         return function(0, tree)
     if is_plain_call(tree):
-        more, names = [function(i, array) for i, array in enumerate([*tree[0], *tree[1].values()])], tree[1]
-        return tuple(more[: len(tree[0])]), dict(zip(names, more[len(tree[0]) :], strict=True))
+        more, names = (
+            [
+                function(i, array)
+                for i, array in enumerate([*tree[0], *tree[1].values()])
+            ],
+            tree[1],
+        )
+        return tuple(more[: len(tree[0])]), dict(
+            zip(names, more[len(tree[0]) :], strict=True)
+        )
     count = iter(range(10**9))
     return tree_map(
-        lambda leaf: function(next(count), leaf) if isinstance(leaf, (Tensor, PackedSequence)) else leaf, tree
+        lambda leaf: (
+            function(next(count), leaf)
+            if isinstance(leaf, (Tensor, PackedSequence))
+            else leaf
+        ),
+        tree,
     )
 
 

@@ -29,7 +29,10 @@ _PROVING = threading.RLock()
 _PLAIN = {Tensor, bool, int, float, str, type(None)}  # arguments that hold no others
 _MODES = 8  # of a model for which rows are located, for each kind of input
 _PART = threading.local()  # the latest part of a model called by itself: its name, its model's number, and its rows
-_WRAPPED = {"_orig_mod", "_forward_module"}  # where torch.compile and Fabric keep what they run
+_WRAPPED = {
+    "_orig_mod",
+    "_forward_module",
+}  # where torch.compile and Fabric keep what they run
 
 
 def call_kind(model: nn.Module, args: Any, kwargs: Any, modes: Any) -> tuple[Any, Any]:
@@ -40,7 +43,9 @@ def call_kind(model: nn.Module, args: Any, kwargs: Any, modes: Any) -> tuple[Any
     else:
         import torch.utils._pytree as pytree
 
-        leaves, tree = pytree.tree_flatten((args, dict(kwargs)), is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
+        leaves, tree = pytree.tree_flatten(
+            (args, dict(kwargs)), is_leaf=lambda leaf: isinstance(leaf, PackedSequence)
+        )
         spec = str(tree)
 
     def kind(leaf: Any) -> Any:
@@ -54,8 +59,12 @@ def call_kind(model: nn.Module, args: Any, kwargs: Any, modes: Any) -> tuple[Any
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside torch.compile, DistributedDataParallel and Lightning Fabric's modules."""
-    while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or _WRAPPED & set(model._modules):
-        inner = next((model._modules[name] for name in _WRAPPED if name in model._modules), None)
+    while isinstance(
+        model, (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    ) or _WRAPPED & set(model._modules):
+        inner = next(
+            (model._modules[name] for name in _WRAPPED if name in model._modules), None
+        )
         model = model.module if inner is None else inner  # type: ignore[assignment]
     return model
 
@@ -69,7 +78,9 @@ def batch_dim_of(model: nn.Module) -> int | None:
     return None
 
 
-def layout_of(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any]) -> Layout:
+def layout_of(
+    model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any]
+) -> Layout:
     """The proven layout of a call. While torch.compile traces, the one of the last call of this model in its mode."""
     if not torch.compiler.is_compiling():
         return locate(model, args, kwargs, posteriors)
@@ -112,10 +123,16 @@ def _refuse_fake(args: Any, kwargs: Any) -> None:
         )
 
 
-def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any]) -> Layout:
+def locate(
+    model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any]
+) -> Layout:
     """The layout of a call: the one proven for its kind and kept with the model, or a proof now."""
     given, model = model, unwrapped(model)
-    read = posteriors.tree if model is given and isinstance(posteriors, Posteriors) else None  # just now
+    read = (
+        posteriors.tree
+        if model is given and isinstance(posteriors, Posteriors)
+        else None
+    )  # just now
     tree = read or tree_of(model)
     kind, modes = call_kind(model, args, kwargs, tree.modes())
     known: dict[Any, Layout] = tree.layouts.setdefault(kind, {})
@@ -124,35 +141,52 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any]) 
         if layout is None and len(known) >= _MODES:
             # Of many modes the most careful serves a further one: a model that counts its calls, or is told which step
             # it is at, would be proven anew each time.
-            layout = min(known.values(), key=lambda layout: (layout.folds, layout.rowwise))
+            layout = min(
+                known.values(), key=lambda layout: (layout.folds, layout.rowwise)
+            )
         if layout is None:
             layout = proof.prove(model, (args, kwargs), posteriors, batch_dim_of(model))
         else:
-            changed = layout.folds and _look_again(model, (args, kwargs), posteriors, layout)
+            changed = layout.folds and _look_again(
+                model, (args, kwargs), posteriors, layout
+            )
             if not changed and layout is tree.latest[model.training]:
                 return layout
-        if not layout.provisional and (layout.lead is None or layout.rows((args, kwargs)) > 0):
+        if not layout.provisional and (
+            layout.lead is None or layout.rows((args, kwargs)) > 0
+        ):
             tree.latest[model.training] = layout
-            layout.warned = any(other.warned and other.why == layout.why for other in known.values())
+            layout.warned = any(
+                other.warned and other.why == layout.why for other in known.values()
+            )
             if len(known) < _MODES:
                 known[modes] = layout
         return layout
 
 
-def _look_again(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout) -> bool:
+def _look_again(
+    model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout
+) -> bool:
     """Prove it anew at the 16th, 64th, 256th ... call after the first: other numbers may lead a model another way, as
     when experts are full and pass rows on. While it trains, two draws are compared both ways at the second, fourth and
     eighth after it, too: that takes less than a step where modules keep little. Says whether that changed the layout.
     """
     layout.calls += 1
     again = layout.calls >= 16 and 4 ** round(math.log(layout.calls, 4)) == layout.calls
-    if not (again or (model.training and layout.calls in (2, 4, 8))) or not layout.rows(inputs) or _cannot_look(inputs):
+    if (
+        not (again or (model.training and layout.calls in (2, 4, 8)))
+        or not layout.rows(inputs)
+        or _cannot_look(inputs)
+    ):
         return False
     # A proof shows every row twice: half of them are as many rows as the model has room for.
     half = layout.narrow(inputs, 0, -(-layout.rows(inputs) // 2))
     whole = again and proof.prove(model, half, posteriors, batch_dim_of(model))
     found = whole or _compare_with_loop(model, half, posteriors, layout)
-    if not (found.folds or found.mixed) or (found.folds, found.rowwise) >= (layout.folds, layout.rowwise):
+    if not (found.folds or found.mixed) or (found.folds, found.rowwise) >= (
+        layout.folds,
+        layout.rowwise,
+    ):
         return False
     layout.folds, layout.rowwise, layout.why = found.folds, found.rowwise, found.why
     warnings.warn(
@@ -164,7 +198,9 @@ def _look_again(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout
     return True
 
 
-def _compare_with_loop(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout) -> Layout:
+def _compare_with_loop(
+    model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout
+) -> Layout:
     """The layout, or what two draws say against it that run folded and one by one."""
     inputs = tree_map(without_cache, inputs)
     try:
@@ -177,7 +213,13 @@ def _compare_with_loop(model: nn.Module, inputs: Any, posteriors: Sequence[Any],
     return layout
 
 
-def check_size(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout, draws: int = 1) -> None:
+def check_size(
+    model: nn.Module,
+    inputs: Any,
+    posteriors: Sequence[Any],
+    layout: Layout,
+    draws: int = 1,
+) -> None:
     """Look once more where inputs are larger than all before: a model may cut large batches into pieces.
 
     Layers must be called alike for all rows and for a part of them. Two runs of the plain model are paid for each new
@@ -190,13 +232,31 @@ def check_size(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout:
         layout.largest = tuple(map(max, layout.largest, layout.size(inputs, draws)))
         count, many = layout.rows(inputs), layout.tile(inputs, draws)
         # Never a single row, which batch norm refuses.
-        few = layout.narrow(inputs, 0, count // 2) if draws == 1 else layout.tile(inputs, 1 if count > 1 else 2)
+        few = (
+            layout.narrow(inputs, 0, count // 2)
+            if draws == 1
+            else layout.tile(inputs, 1 if count > 1 else 2)
+        )
         rows = layout.rows(few), layout.rows(many)
         try:
             with undisturbed(model, inputs, posteriors) as trials:
-                met = [run_probe(trials, part, n)[0].visits for part, n in zip((few, many), rows, strict=True)]
-            odd = next(((b or a).name for a, b in zip_longest(*met) if not _met_all_rows(a, b, *rows)), None)
-            why = f"{odd} is called in another way for {rows[1]} rows than for {rows[0]}" if odd else ""
+                met = [
+                    run_probe(trials, part, n)[0].visits
+                    for part, n in zip((few, many), rows, strict=True)
+                ]
+            odd = next(
+                (
+                    (b or a).name
+                    for a, b in zip_longest(*met)
+                    if not _met_all_rows(a, b, *rows)
+                ),
+                None,
+            )
+            why = (
+                f"{odd} is called in another way for {rows[1]} rows than for {rows[0]}"
+                if odd
+                else ""
+            )
         except Exception as error:
             why = f"{type(error).__name__} for {rows[1]} rows: {first_line(error)}"
         if why:
@@ -208,14 +268,25 @@ def _cannot_look(inputs: Any) -> bool:
     return inside_func() or is_captured(inputs)
 
 
-def _met_all_rows(few: Visit | None, many: Visit | None, rows_few: int, rows_many: int) -> bool:
+def _met_all_rows(
+    few: Visit | None, many: Visit | None, rows_few: int, rows_many: int
+) -> bool:
     """Whether a layer was called with all its rows at once, however many there were."""
 
     def grew(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-        other = [(m * rows_many, n * rows_few) for m, n in zip(a, b, strict=False) if m != n]
-        return len(a) == len(b) and (not other or [m for m, _ in other] == [n for _, n in other][:1])
+        other = [
+            (m * rows_many, n * rows_few) for m, n in zip(a, b, strict=False) if m != n
+        ]
+        return len(a) == len(b) and (
+            not other or [m for m, _ in other] == [n for _, n in other][:1]
+        )
 
-    if few is None or many is None or few.key != many.key or len(few.shapes) != len(many.shapes):
+    if (
+        few is None
+        or many is None
+        or few.key != many.key
+        or len(few.shapes) != len(many.shapes)
+    ):
         return False
     return all(map(grew, few.shapes, many.shapes))
 
@@ -237,7 +308,10 @@ def warn_of_part(module: nn.Module, posteriors: Sequence[Any], rows: int) -> Non
     if torch.compiler.is_compiling():
         return
     part = posteriors[0].name if "_slimbayes" not in module.__dict__ else ""
-    before, _PART.latest = getattr(_PART, "latest", None), (part, posteriors[0].conversion, rows)
+    before, _PART.latest = (
+        getattr(_PART, "latest", None),
+        (part, posteriors[0].conversion, rows),
+    )
     if (
         part
         and before
@@ -256,14 +330,22 @@ def warn_of_part(module: nn.Module, posteriors: Sequence[Any], rows: int) -> Non
         )
 
 
-def warn_of_unused(posteriors: Sequence[Any], done: passes.Pass, function: Any = None, out: Any = None) -> None:
+def warn_of_unused(
+    posteriors: Sequence[Any], done: passes.Pass, function: Any = None, out: Any = None
+) -> None:
     """After the first pass, say which layers never ran: their posteriors have no part in any prediction."""
     if torch.compiler.is_compiling() or posteriors[0].told_of_unused:
         return
-    if isinstance(function, nn.Module) and any("_orig_mod" in m._modules for m in modules_of(function)):
+    if isinstance(function, nn.Module) and any(
+        "_orig_mod" in m._modules for m in modules_of(function)
+    ):
         return  # compiled code leaves no trace in `met`
     posteriors[0].told_of_unused = True
-    silent = [p for p in posteriors if p.layer is not None and p.layer.trace_of(p) not in done.met]
+    silent = [
+        p
+        for p in posteriors
+        if p.layer is not None and p.layer.trace_of(p) not in done.met
+    ]
     for posterior in silent:
         posterior.note = "did not run in the first pass"
     if silent:
@@ -274,4 +356,7 @@ def warn_of_unused(posteriors: Sequence[Any], done: passes.Pass, function: Any =
             what = f"{kept[0]} was not read as an attribute of its layer, which did run (or not at all). {what}"
         if any(map(calls_layers, leaves_of(out))):
             what = "What it returned calls them later, when each draws anew: compute that in forward, or use frozen."
-        warnings.warn(f"slimbayes converted layers that the first pass never called: {names}. {what}", stacklevel=5)
+        warnings.warn(
+            f"slimbayes converted layers that the first pass never called: {names}. {what}",
+            stacklevel=5,
+        )

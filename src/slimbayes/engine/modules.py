@@ -25,7 +25,9 @@ class Keyed(nn.Module):
 
     conversion: int = 0  # the number of the conversion that it comes from
     told_of_unused: bool = False  # whether a first pass has told which layers never ran
-    told_of_part: bool = False  # whether it was told that a part of a model was called by itself
+    told_of_part: bool = (
+        False  # whether it was told that a part of a model was called by itself
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,10 +84,15 @@ class Tree:
         self.dicts = [m.__dict__ for m in self.modules]
         self.children = self._children()
         # Modules that may have flags and numbers of their own, for `modes`.
-        self.running = [m for m in self.modules if not isinstance(m, (Keyed, nn.ModuleDict))]
+        self.running = [
+            m for m in self.modules if not isinstance(m, (Keyed, nn.ModuleDict))
+        ]
         self.running_dicts = [m.__dict__ for m in self.running]
         self.layouts: dict[Any, dict[Any, Any]] = {}  # by kind of call, and modes
-        self.latest: list[Any] = [None, None]  # of the last call in eval mode, and of the last in training
+        self.latest: list[Any] = [
+            None,
+            None,
+        ]  # of the last call in eval mode, and of the last in training
         # Whether modules keep something computed from drawn weights: by whether they train, and gradients are on.
         self.keeps_drawn: dict[tuple[bool, bool], bool] = {}
         self._read_flags()
@@ -94,32 +101,46 @@ class Tree:
         return Tree, ()
 
     def _children(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(_VALUES, filter(None, map(_PARTS, self.dicts)))))  # most have none
+        return list(
+            chain.from_iterable(map(_VALUES, filter(None, map(_PARTS, self.dicts))))
+        )  # most have none
 
     def _read_flags(self) -> None:
         self.attributes = sum(map(len, self.running_dicts))
         kept = zip(map(_flags_of, self.running), self.running_dicts, strict=True)
         # Of at least two names each, so that it gives a tuple.
-        self.flags = [(itemgetter(names[0], *names), own) for names, own in kept if names]
+        self.flags = [
+            (itemgetter(names[0], *names), own) for names, own in kept if names
+        ]
 
     def modes(self) -> Hashable:
         """What may lead the same modules another way: whether they train, and flags and numbers that they keep. Not
         hooks: most only look, and a proof would show them inputs that nobody gave.
         """
-        if sum(map(len, self.running_dicts)) != self.attributes:  # a flag that was not there before, or is no more
+        if (
+            sum(map(len, self.running_dicts)) != self.attributes
+        ):  # a flag that was not there before, or is no more
             self._read_flags()
         try:
             flags = tuple(chain.from_iterable([read(own) for read, own in self.flags]))
         except KeyError:  # one was taken away and another added
             self._read_flags()
             flags = tuple(chain.from_iterable([read(own) for read, own in self.flags]))
-        if not _PLAIN.issuperset(map(type, flags)):  # what became an array is not to be kept
-            flags = tuple([flag if isinstance(flag, _FLAGS) else type(flag) for flag in flags])
+        if not _PLAIN.issuperset(
+            map(type, flags)
+        ):  # what became an array is not to be kept
+            flags = tuple(
+                [flag if isinstance(flag, _FLAGS) else type(flag) for flag in flags]
+            )
         return tuple([own.get("training") for own in self.running_dicts]), flags
 
     def stands(self, root: nn.Module) -> bool:
         """Whether the root is the same and has the same modules under it."""
-        if not self.modules or self.modules[0] is not root or self.changes != _CHANGES[0]:
+        if (
+            not self.modules
+            or self.modules[0] is not root
+            or self.changes != _CHANGES[0]
+        ):
             return False
         found = self._children()
         return len(found) == len(self.children) and all(map(is_, found, self.children))
@@ -140,7 +161,9 @@ def _flags_of(module: nn.Module) -> list[str]:
 
 def has_known_class(module: nn.Module) -> bool:
     """Whether torch or we wrote a module's class, or the one it had before it was swapped."""
-    return getattr(type(module), "plain", type(module)).__module__.startswith(("torch.nn.", "slimbayes."))
+    return getattr(type(module), "plain", type(module)).__module__.startswith(
+        ("torch.nn.", "slimbayes.")
+    )
 
 
 def _list_modules(root: nn.Module) -> list[nn.Module]:
@@ -163,7 +186,9 @@ def tree_of(root: nn.Module) -> Tree:
     with _READING:  # threads that meet a model together share what they find out
         former = root.__dict__.get("_slimbayes_tree")
         found = former if former is not None and former.stands(root) else Tree(root)
-        if former is not None and former.identities == found.identities:  # posteriors changed, not modules
+        if (
+            former is not None and former.identities == found.identities
+        ):  # posteriors changed, not modules
             found.layouts, found.latest = former.layouts, former.latest
         if found.posteriors:
             root.__dict__["_slimbayes_tree"] = found
@@ -174,7 +199,9 @@ def tree_of(root: nn.Module) -> Tree:
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
     """root.modules(), as a list that is not to be changed."""
-    return list(root.modules()) if torch.compiler.is_compiling() else tree_of(root).modules
+    return (
+        list(root.modules()) if torch.compiler.is_compiling() else tree_of(root).modules
+    )
 
 
 def posteriors_of(module: nn.Module) -> list[Any]:
@@ -207,7 +234,10 @@ def anchors_of(posteriors: Sequence[Any]) -> list[Tensor]:
         return [p.anchor for p in posteriors]
 
 
-_WHOLE = {Tensor, nn.Parameter}  # to ask these for an attribute that they lack takes longer
+_WHOLE = {
+    Tensor,
+    nn.Parameter,
+}  # to ask these for an attribute that they lack takes longer
 Places = tuple[tuple[torch.device, torch.dtype, bool], ...]
 
 
@@ -216,7 +246,12 @@ def places_of(posteriors: Sequence[Any]) -> Places:
     change where modules do not.
     """
     anchors = anchors_of(posteriors)
-    return tuple([(a.device, a.dtype, type(a) not in _WHOLE and hasattr(a, "full_tensor")) for a in anchors])
+    return tuple(
+        [
+            (a.device, a.dtype, type(a) not in _WHOLE and hasattr(a, "full_tensor"))
+            for a in anchors
+        ]
+    )
 
 
 def _place(posterior: Any) -> tuple[dict[str, Any], str]:
@@ -240,8 +275,15 @@ def kinds_of(posteriors: Sequence[Any]) -> list[Sequence[Any]]:
     places = places_of(posteriors)
 
     def make() -> list[Sequence[Any]]:
-        whole = [p for p, (_, _, sharded) in zip(posteriors, places, strict=True) if not sharded]
+        whole = [
+            p
+            for p, (_, _, sharded) in zip(posteriors, places, strict=True)
+            if not sharded
+        ]
         some: Any = Posteriors if type(posteriors) is Posteriors else list
-        return [some([p for p in whole if type(p) is kind]) for kind in dict.fromkeys(map(type, whole))]
+        return [
+            some([p for p in whole if type(p) is kind])
+            for kind in dict.fromkeys(map(type, whole))
+        ]
 
     return plan_once(posteriors, ("kinds", places), make)

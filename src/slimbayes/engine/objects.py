@@ -14,10 +14,18 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Transform
 from torch.nn.utils.rnn import PackedSequence
 
-from slimbayes.engine.layout import PACKED, is_plain_call, leaves_of, map_arrays, tree_map
+from slimbayes.engine.layout import (
+    PACKED,
+    is_plain_call,
+    leaves_of,
+    map_arrays,
+    tree_map,
+)
 from slimbayes.errors import SlimbayesWarning
 
-Objects = tuple[Sequence[Any], ...]  # those that something lies in, of all draws, the outermost first
+Objects = tuple[
+    Sequence[Any], ...
+]  # those that something lies in, of all draws, the outermost first
 UNORDERED = Iterator, Set  # in which nobody finds the tensors of another run again
 CODE = FunctionType, MethodType, partial
 _DEEPEST = 6  # objects within objects
@@ -27,7 +35,11 @@ def copy_containers(tree: Any) -> Any:
     """The same inputs in containers and tensors of their own: a model may write into what it is given, and other draws
     are to find it as it was.
     """
-    return map_arrays(lambda i, array: array.clone(), tree) if is_plain_call(tree) else tree_map(copy_of, tree)
+    return (
+        map_arrays(lambda i, array: array.clone(), tree)
+        if is_plain_call(tree)
+        else tree_map(copy_of, tree)
+    )
 
 
 class NotJoined:
@@ -42,7 +54,10 @@ class NotJoined:
         """What one draw returned."""
         if len(self.parts) == self.draws:
             return self.parts[draw]
-        rows, whole = next(_cached(self.parts[0])).shape[0] // self.draws, copy_of(self.parts[0])
+        rows, whole = (
+            next(_cached(self.parts[0])).shape[0] // self.draws,
+            copy_of(self.parts[0]),
+        )
         whole.batch_select_indices(torch.arange(draw * rows, (draw + 1) * rows))
         return whole
 
@@ -59,16 +74,26 @@ def copy_of(leaf: Any) -> Any:
     if hasattr(
         type(leaf), "get_seq_length"
     ):  # a cache, to which a call adds its own; tensors of a graph do not copy deeply
-        return copy.deepcopy(leaf, {id(tensor): tensor.clone() for tensor in _cached(leaf)})
+        return copy.deepcopy(
+            leaf, {id(tensor): tensor.clone() for tensor in _cached(leaf)}
+        )
     if isinstance(leaf, Tensor):
         return leaf.clone()
-    held = any(isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values())
-    return copy.copy(leaf) if is_opaque(leaf) and (held or hasattr(leaf, "__copy__")) else leaf
+    held = any(
+        isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values()
+    )
+    return (
+        copy.copy(leaf)
+        if is_opaque(leaf) and (held or hasattr(leaf, "__copy__"))
+        else leaf
+    )
 
 
 def is_opaque(leaf: Any) -> bool:
     """Whether an input is an object of somebody's, such as a batch of graphs, which may hold tensors."""
-    return not isinstance(leaf, (str, bytes, int, float, complex, type(None), list, tuple, dict))
+    return not isinstance(
+        leaf, (str, bytes, int, float, complex, type(None), list, tuple, dict)
+    )
 
 
 def _cached(cache: Any) -> Iterator[Tensor]:
@@ -83,7 +108,12 @@ def _cached(cache: Any) -> Iterator[Tensor]:
 
 def keep_caches_whole(outputs: Any, draws: int) -> Any:
     """Outputs of draws that shared a forward, with caches that know they are of so many draws."""
-    return tree_map(lambda leaf: NotJoined([leaf], draws) if hasattr(leaf, "get_seq_length") else leaf, outputs)
+    return tree_map(
+        lambda leaf: (
+            NotJoined([leaf], draws) if hasattr(leaf, "get_seq_length") else leaf
+        ),
+        outputs,
+    )
 
 
 def without_cache(leaf: Any) -> Any:
@@ -99,7 +129,11 @@ def check_caches(kwargs: Mapping[str, Any], total: int | None = None) -> None:
                 f"{name} belongs to the {value.draws} draws that filled it: call sample for all steps inside one `with "
                 f"frozen(model):`, with fold=False where members are copies."
             )
-        if total is None and hasattr(type(value), "get_seq_length") and value.get_seq_length() > 0:
+        if (
+            total is None
+            and hasattr(type(value), "get_seq_length")
+            and value.get_seq_length() > 0
+        ):
             warnings.warn(
                 f"{name} was filled by an earlier call, which had other draws than this one: take all steps inside one "
                 f"`with frozen(model):`, or call generate.",
@@ -112,13 +146,27 @@ def attributes_of(leaf: Any, around: Objects = ()) -> dict[Any, Any]:
     """What an object of somebody's holds tensors in, also by way of other objects (the transforms of a distribution):
     its attributes, or its items, as of a mapping or a list that pytrees do not know. Not those that it lies in itself.
     """
-    if isinstance(leaf, (Tensor, PackedSequence)) or is_cache(leaf) or len(around) > _DEEPEST:
+    if (
+        isinstance(leaf, (Tensor, PackedSequence))
+        or is_cache(leaf)
+        or len(around) > _DEEPEST
+    ):
         return {}
-    return {n: v for n, v in dict(_items_of(leaf)).items() if _holds_arrays(v, (*around, [leaf]))}
+    return {
+        n: v
+        for n, v in dict(_items_of(leaf)).items()
+        if _holds_arrays(v, (*around, [leaf]))
+    }
 
 
 def _items_of(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, Mapping) else enumerate(leaf) if isinstance(leaf, list) else vars_of(leaf)
+    return (
+        leaf
+        if isinstance(leaf, Mapping)
+        else enumerate(leaf)
+        if isinstance(leaf, list)
+        else vars_of(leaf)
+    )
 
 
 def _is_among(leaf: Any, around: Objects) -> bool:
@@ -128,7 +176,9 @@ def _is_among(leaf: Any, around: Objects) -> bool:
 def _holds_arrays(value: Any, around: Objects) -> bool:
     leaves = [leaf for leaf in leaves_of(value) if not _is_among(leaf, around)]
     held = Tensor, PackedSequence, Distribution
-    return any(isinstance(leaf, held) for leaf in leaves) or any(attributes_of(leaf, around) for leaf in leaves)
+    return any(isinstance(leaf, held) for leaf in leaves) or any(
+        attributes_of(leaf, around) for leaf in leaves
+    )
 
 
 def calls_layers(value: Any, around: Objects = ()) -> bool:
@@ -139,13 +189,23 @@ def calls_layers(value: Any, around: Objects = ()) -> bool:
         return False
     inside = [*vars_of(value).values(), getattr(value, "__self__", None)]
     inside += [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
-    inside += [value.func, value.args, value.keywords] if isinstance(value, partial) else []
-    return any(calls_layers(leaf, (*around, [value])) for part in inside for leaf in leaves_of(part))
+    inside += (
+        [value.func, value.args, value.keywords] if isinstance(value, partial) else []
+    )
+    return any(
+        calls_layers(leaf, (*around, [value]))
+        for part in inside
+        for leaf in leaves_of(part)
+    )
 
 
 def vars_of(leaf: Any) -> dict[str, Any]:
     """The attributes of an object, without those that Python keeps elsewhere."""
-    return getattr(leaf, "__dict__", {}) if not isinstance(leaf, (type, ModuleType, nn.Module)) else {}
+    return (
+        getattr(leaf, "__dict__", {})
+        if not isinstance(leaf, (type, ModuleType, nn.Module))
+        else {}
+    )
 
 
 def open_objects(tree: Any, around: Objects = ()) -> Any:
@@ -153,7 +213,13 @@ def open_objects(tree: Any, around: Objects = ()) -> Any:
     if isinstance(tree, Tensor):
         return tree
     return tree_map(
-        lambda leaf: {n: open_objects(v, (*around, [leaf])) for n, v in attributes_of(leaf, around).items()} or leaf,
+        lambda leaf: (
+            {
+                n: open_objects(v, (*around, [leaf]))
+                for n, v in attributes_of(leaf, around).items()
+            }
+            or leaf
+        ),
         tree,
     )
 
@@ -161,10 +227,14 @@ def open_objects(tree: Any, around: Objects = ()) -> Any:
 def all_same(leaves: Sequence[Any]) -> bool:
     """Whether these are one object, or equal numbers or words."""
     first, plain = leaves[0], (str, int, float)
-    return all(leaf is first or (isinstance(leaf, plain) and leaf == first) for leaf in leaves)
+    return all(
+        leaf is first or (isinstance(leaf, plain) and leaf == first) for leaf in leaves
+    )
 
 
-def stack_draws(parts: list[Any], around: Objects = (), batch: torch.Size | None = None) -> Any:
+def stack_draws(
+    parts: list[Any], around: Objects = (), batch: torch.Size | None = None
+) -> Any:
     """Outputs of single draws, stacked along a new first axis. Inside of objects that lie `around` them, and of a
     distribution over a `batch`, what has not that many entries is for all.
     """
@@ -174,7 +244,9 @@ def stack_draws(parts: list[Any], around: Objects = (), batch: torch.Size | None
             raise ValueError(PACKED)
         if not isinstance(leaves[0], Tensor):
             return _joined(leaves, around, batch)
-        if batch is not None and any(leaf.shape[: len(batch)] != batch for leaf in leaves):
+        if batch is not None and any(
+            leaf.shape[: len(batch)] != batch for leaf in leaves
+        ):
             if not all(torch.equal(leaf, leaves[0]) for leaf in leaves):
                 raise _Apart
             return leaves[0]
@@ -199,7 +271,9 @@ def _joined(leaves: Sequence[Any], around: Objects, batch: torch.Size | None) ->
     """
     first, held = leaves[0], [attributes_of(leaf, around) for leaf in leaves]
     if isinstance(first, UNORDERED):
-        raise ValueError(f"Draws gave a {type(first).__name__} each, which cannot be stacked: return a tuple or list.")
+        raise ValueError(
+            f"Draws gave a {type(first).__name__} each, which cannot be stacked: return a tuple or list."
+        )
     array = hasattr(type(first), "__array__")
     if all_same(leaves) and not array and (len(leaves) > 1 or not held[0]):
         return first
@@ -227,24 +301,34 @@ def _joined(leaves: Sequence[Any], around: Objects, batch: torch.Size | None) ->
         return NotJoined(leaves)
 
 
-def _fill_copy(leaves: Sequence[Any], held: list[dict[Any, Any]], around: Objects, batch: torch.Size | None) -> Any:
+def _fill_copy(
+    leaves: Sequence[Any],
+    held: list[dict[Any, Any]],
+    around: Objects,
+    batch: torch.Size | None,
+) -> Any:
     """A copy of the first object that holds what all of them hold."""
     first, over = leaves[0], batch
     if isinstance(first, Distribution):
         over = first._batch_shape
-        if batch is not None and over[: len(batch)] != batch:  # one for all rows, if it is the same for all draws
+        if (
+            batch is not None and over[: len(batch)] != batch
+        ):  # one for all rows, if it is the same for all draws
             over = batch
     new = copy.copy(first)
     for name in dict(_items_of(first)):
         values = [
-            held_by.get(name, dict(_items_of(leaf)).get(name)) for leaf, held_by in zip(leaves, held, strict=True)
+            held_by.get(name, dict(_items_of(leaf)).get(name))
+            for leaf, held_by in zip(leaves, held, strict=True)
         ]
         if any(_is_among(leaf, around) for leaf in leaves_of(values[0])):
             continue  # an object that it lies in itself
         value = stack_draws(values, around, over)
         if isinstance(new, (Mapping, list)):
             new[name] = value  # type: ignore[index]
-        if not isinstance(new, (Mapping, list)) or name in vars_of(new):  # mappings may have items as attributes, too
+        if not isinstance(new, (Mapping, list)) or name in vars_of(
+            new
+        ):  # mappings may have items as attributes, too
             vars(new)[name] = value
     if isinstance(first, Distribution) and over == first._batch_shape:
         new._batch_shape = torch.Size([len(leaves), *over])

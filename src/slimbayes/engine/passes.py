@@ -56,23 +56,42 @@ class Pass:
     watched = False  # whether a method that holds it is looked at
 
     def __init__(
-        self, draws: int | None, rows: int, first: int | Tensor = 0, rowwise: bool = True, held: bool = False
+        self,
+        draws: int | None,
+        rows: int,
+        first: int | Tensor = 0,
+        rowwise: bool = True,
+        held: bool = False,
     ) -> None:
         # Which row gets which draw.
-        self.draws = draws  # None in a bare call: each posterior then has one draw per member
+        self.draws = (
+            draws  # None in a bare call: each posterior then has one draw per member
+        )
         self.total = draws or 1  # also for a view of one draw
         self.index: int | None = None  # which draw of a larger pass this view shows
         self.rows = rows  # of the call under way
         self.first = first
-        self.rowwise = rowwise and not held  # whether single rows may have noise of their own
+        self.rowwise = (
+            rowwise and not held
+        )  # whether single rows may have noise of their own
         self.layout: Layout | None = None
         # What draws are made from.
         self.noise: dict[str, Noise] = {}  # by key of a posterior
-        self.joint: dict[tuple[str, ...], Noise] = {}  # the same of several posteriors side by side, by their keys
-        self.centred = False  # whether draws are the posterior's centre: nothing is random
-        self.keys: dict[str, Tensor] = {}  # numbers (S,) from which a posterior draws while its layer runs
-        self.stream: Any = None  # where random numbers come from if not from torch's own generators
-        self.masks: dict[str, list[Tensor]] = {}  # drawn for all draws while the first of them ran
+        self.joint: dict[
+            tuple[str, ...], Noise
+        ] = {}  # the same of several posteriors side by side, by their keys
+        self.centred = (
+            False  # whether draws are the posterior's centre: nothing is random
+        )
+        self.keys: dict[
+            str, Tensor
+        ] = {}  # numbers (S,) from which a posterior draws while its layer runs
+        self.stream: Any = (
+            None  # where random numbers come from if not from torch's own generators
+        )
+        self.masks: dict[
+            str, list[Tensor]
+        ] = {}  # drawn for all draws while the first of them ran
         # Where it stands among other passes, and in time.
         self.held = held  # open for many calls, each of which is a view of it
         self.outer: Pass | None = None
@@ -83,8 +102,12 @@ class Pass:
         self.handed: list[tuple[str, Tensor, Tensor]] | None = None
         # Of layers that have run, in any call: their keys, and, where their own forward reads weights, which it read.
         self.met: dict[Any, None] = {}
-        self.lasting = Lasting()  # what draws that run one after another left in the modules
-        self.shared: dict[int, tuple[Any, Any]] | None = None  # modules that run once for all draws
+        self.lasting = (
+            Lasting()
+        )  # what draws that run one after another left in the modules
+        self.shared: dict[int, tuple[Any, Any]] | None = (
+            None  # modules that run once for all draws
+        )
         self.waiting: list[nn.Module] = []  # of those, the ones under way
         self._begin_call()
 
@@ -92,9 +115,13 @@ class Pass:
         """Nothing has been made or met yet."""
         self.values: dict[str, Any] = {}  # draws made from noise, by key of a posterior
         self.joined: list[Any] = []  # parameters side by side that draws were made from
-        self.unbound: dict[Any, Any] = {}  # tensors with a line for each draw, and these lines
+        self.unbound: dict[
+            Any, Any
+        ] = {}  # tensors with a line for each draw, and these lines
         self.calls: dict[str, int] = {}  # how often each posterior was asked
-        self.substitutes: dict[tuple[str, str], Tensor | None] = {}  # what a layer's own forward reads as its weights
+        self.substitutes: dict[
+            tuple[str, str], Tensor | None
+        ] = {}  # what a layer's own forward reads as its weights
         self.drawn_yet = False  # whether a layer has used its draw
 
     def put(self, key: str, noise: Noise) -> None:
@@ -117,21 +144,45 @@ class Pass:
 
     def single(self, index: int, layout: Layout | None = None) -> Pass:
         """Draw `index` alone, on its own rows."""
-        if self.draws == self.total == 1 and self.index is None and not self.held and not self.values:  # all there is
+        if (
+            self.draws == self.total == 1
+            and self.index is None
+            and not self.held
+            and not self.values
+        ):  # all there is
             self.layout = layout
             return self
         new = self.view(self.rows // (self.draws or 1), layout)
-        new.draws, new.first, new.index, new.values, new.joint = 1, self.first + index, index, {}, {}
-        new.noise = {key: noise.single(index, new.rows) for key, noise in self.noise.items()}
-        new.keys = {key: numbers[index : index + 1] for key, numbers in self.keys.items()}
+        new.draws, new.first, new.index, new.values, new.joint = (
+            1,
+            self.first + index,
+            index,
+            {},
+            {},
+        )
+        new.noise = {
+            key: noise.single(index, new.rows) for key, noise in self.noise.items()
+        }
+        new.keys = {
+            key: numbers[index : index + 1] for key, numbers in self.keys.items()
+        }
         return new
 
     def take(self, index: Tensor) -> Pass:
         """Some of the draws, by number, where rows share them."""
         assert not self.rowwise
         new = self.view(self.rows, self.layout)
-        new.draws, new.total, new.values, new.joint, new.lasting = len(index), len(index), {}, {}, Lasting()
-        new.noise = {key: Noise(noise.block[index], noise.row) for key, noise in self.noise.items()}
+        new.draws, new.total, new.values, new.joint, new.lasting = (
+            len(index),
+            len(index),
+            {},
+            {},
+            Lasting(),
+        )
+        new.noise = {
+            key: Noise(noise.block[index], noise.row)
+            for key, noise in self.noise.items()
+        }
         new.keys = {key: numbers[index] for key, numbers in self.keys.items()}
         return new
 
@@ -144,28 +195,47 @@ class Pass:
     def written(self) -> str | None:
         """The name of a layer whose drawn weight somebody wrote into."""
         handed, self.handed = self.handed or (), None
-        other = (n for n, v, old in handed if v.shape != old.shape or bool(((v != old) & (old == old)).any()))
+        other = (
+            n
+            for n, v, old in handed
+            if v.shape != old.shape or bool(((v != old) & (old == old)).any())
+        )
         return next(other, None)
 
     def pick(self, posterior: Any, parameter: Tensor, count: int) -> Tensor:
         """Lay a parameter (K, ...) out by the member of each block, or of each row: (count, ...)."""
         blocks = self.blocks(posterior)
-        return spread_of(posterior.members, blocks, count, self.first, posterior.device).laid(parameter.unsqueeze(1))
+        return spread_of(
+            posterior.members, blocks, count, self.first, posterior.device
+        ).laid(parameter.unsqueeze(1))
 
     def dim(self, key: str, x: Tensor) -> int:
         """The dimension of x that holds rows, as proven for this layer; -1 where one row stands for all."""
-        one = self.draws == 1 and not self.rowwise  # for all rows: where they lie does not matter
+        one = (
+            self.draws == 1 and not self.rowwise
+        )  # for all rows: where they lie does not matter
         found = None if self.layout is None else self.layout.dims.get((key, x.dim()))
         if found is None or self.layout is None:
             if one:
                 return 0
             if self.layout is None:
                 raise Unproven("a layer that the proof of rows has not met")
-            raise Unproven(f"a layer met an input of {x.dim()} dimensions, unlike those that its rows were located in")
-        if one or found < 0 or torch.compiler.is_compiling() or x.shape[found] == self.rows:
+            raise Unproven(
+                f"a layer met an input of {x.dim()} dimensions, unlike those that its rows were located in"
+            )
+        if (
+            one
+            or found < 0
+            or torch.compiler.is_compiling()
+            or x.shape[found] == self.rows
+        ):
             return found
-        if x.shape[found] == 1 or (x.shape[found] % self.rows and (key, x.dim()) not in self.layout.merged):
-            raise Unproven(f"a layer met {x.shape[found]} of {self.rows} rows, where it had all when located")
+        if x.shape[found] == 1 or (
+            x.shape[found] % self.rows and (key, x.dim()) not in self.layout.merged
+        ):
+            raise Unproven(
+                f"a layer met {x.shape[found]} of {self.rows} rows, where it had all when located"
+            )
         return found
 
 
@@ -174,8 +244,12 @@ class Pass:
 _PASS: ContextVar[Pass | None] = ContextVar("slimbayes_pass", default=None)
 
 
-_TRACED = threading.local()  # the same for code that torch.compile traces, which cannot read context variables
-_BACKWARD: dict[int, weakref.ref[Pass]] = {}  # by graph task: the pass whose part of the graph is run backwards
+_TRACED = (
+    threading.local()
+)  # the same for code that torch.compile traces, which cannot read context variables
+_BACKWARD: dict[
+    int, weakref.ref[Pass]
+] = {}  # by graph task: the pass whose part of the graph is run backwards
 
 
 def _traced() -> Pass | None:
@@ -199,7 +273,10 @@ def _again(done: Pass | None) -> Pass | None:
     """What a checkpoint meets that runs parts of a pass again. A reentrant one, the kind without hooks for saved
     tensors, goes backwards through all that it makes: draws that layers share are then made anew for each.
     """
-    if done is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if (
+        done is None
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    ):
         return done
     new = copy.copy(done)
     new.values, new.unbound = {}, {}
@@ -208,7 +285,10 @@ def _again(done: Pass | None) -> Pass | None:
 
 def recomputing(found: Pass) -> bool:
     """Whether a pass is not under way, but gone through backwards: gradient checkpointing runs parts of it again."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() not in (-1, found.task)
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._current_graph_task_id() not in (-1, found.task)
+    )
 
 
 def pass_of(key: str) -> Pass | None:
@@ -255,7 +335,9 @@ def holding(new: Pass) -> Iterator[None]:
         yield
     finally:
         _PASS.reset(token)
-        _TRACED.current = _PASS.get()  # not what was there before: another task may have left it
+        _TRACED.current = (
+            _PASS.get()
+        )  # not what was there before: another task may have left it
 
 
 def remember(outputs: Any, done: Pass) -> None:

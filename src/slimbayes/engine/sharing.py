@@ -81,14 +81,20 @@ def finding_shareable(probe: Probe, model: nn.Module) -> Iterator[None]:
             ]
         except (Unproven, ValueError):
             continue
-        if None not in dims[0] + dims[1]:  # what has no rows might still depend on all of them
+        if (
+            None not in dims[0] + dims[1]
+        ):  # what has no rows might still depend on all of them
             probe.shareable[key] = (dims[0], dims[1])
 
 
 def _shapes(tree: Any) -> list[tuple[int, ...]] | None:
     """Of all tensors in it; None where some are packed sequences, whose rows cannot be cut."""
     arrays = arrays_of(tree)
-    return [tuple(a.shape) for a in arrays] if all(isinstance(a, Tensor) for a in arrays) else None
+    return (
+        [tuple(a.shape) for a in arrays]
+        if all(isinstance(a, Tensor) for a in arrays)
+        else None
+    )
 
 
 _LOCK = threading.RLock()
@@ -111,10 +117,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     with _LOCK:
         busy = _BUSY.get(id(model))
         if busy is None:
-            busy = _BUSY[id(model)] = _Busy(model, [(m, m.training) for m in model.modules()])
+            busy = _BUSY[id(model)] = _Busy(
+                model, [(m, m.training) for m in model.modules()]
+            )
             model.eval()
             for module in [] if "_orig_mod" in model._modules else plain_modules(model):
-                busy.handles.append(module.register_forward_pre_hook(_narrow, with_kwargs=True))
+                busy.handles.append(
+                    module.register_forward_pre_hook(_narrow, with_kwargs=True)
+                )
                 busy.handles.append(module.register_forward_hook(_repeat))
         busy.users += 1
     try:
@@ -134,13 +144,21 @@ def _narrow(module: nn.Module, args: Any, kwargs: Any = None) -> Any:
     found = passes.innermost()
     if kwargs is None:
         return None  # torch has not yet marked the hook as taking keywords: another thread registers it just now
-    if found is None or found.shared is None or found.drawn_yet or id(module) not in found.shared:
+    if (
+        found is None
+        or found.shared is None
+        or found.drawn_yet
+        or id(module) not in found.shared
+    ):
         return None
     if any(a.requires_grad for a in map(padded, arrays_of((args, kwargs)))):
         return None  # derivatives by its inputs may be taken, and every row has its own
     dims, total = found.shared[id(module)][0], found.total
     found.waiting.append(module)
-    return map_arrays(lambda i, leaf: leaf.narrow(dims[i], 0, leaf.shape[dims[i]] // total), (args, kwargs))
+    return map_arrays(
+        lambda i, leaf: leaf.narrow(dims[i], 0, leaf.shape[dims[i]] // total),
+        (args, kwargs),
+    )
 
 
 def _repeat(module: nn.Module, args: Any, output: Any) -> Any:

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from slimbayes.engine.holders import PLAIN, caches_of, homes_of, is_large, reached, written_by_hooks
+from slimbayes.engine.holders import (
+    PLAIN,
+    caches_of,
+    homes_of,
+    is_large,
+    reached,
+    written_by_hooks,
+)
 from slimbayes.engine.modules import Keyed, has_known_class, modules_of
 from slimbayes.engine.quiet import inside_func
 
@@ -48,33 +55,64 @@ class State:
         self.model = model
         found = modules_of(model)
         own = [m for m in found if not isinstance(m, (Keyed, nn.ModuleDict))]
-        self.own, self.homes = len(own), homes_of(own)  # modules whose attributes count; of the others buffers do
-        more = [m for m in found if m._buffers and (has_known_class(m) or isinstance(m, (Keyed, nn.ModuleDict)))]
+        self.own, self.homes = (
+            len(own),
+            homes_of(own),
+        )  # modules whose attributes count; of the others buffers do
+        more = [
+            m
+            for m in found
+            if m._buffers
+            and (has_known_class(m) or isinstance(m, (Keyed, nn.ModuleDict)))
+        ]
         self.modules = own + (more if self.every else [])
         self.caches = {id(cache): cache for m in own for cache in caches_of(type(m))}
         self.clear_caches()
         self.before = self._now()
-        self.hooks = [(held, set(held)) for m in found for held in (m._forward_pre_hooks, m._forward_hooks)]
+        self.hooks = [
+            (held, set(held))
+            for m in found
+            for held in (m._forward_pre_hooks, m._forward_hooks)
+        ]
         inside = reached((v for kept in self.before for v in kept.values()), self.homes)
         if self.every:
-            inside |= {key: v for key, v in reached(written_by_hooks(found)).items() if not is_large(v)}
-        self.values = {key: (v, _copy(v), _version(v)) for key, v in inside.items() if not isinstance(v, tuple)}
+            inside |= {
+                key: v
+                for key, v in reached(written_by_hooks(found)).items()
+                if not is_large(v)
+            }
+        self.values = {
+            key: (v, _copy(v), _version(v))
+            for key, v in inside.items()
+            if not isinstance(v, tuple)
+        }
 
     def _now(self) -> list[dict[str, Any]]:
-        return [_kept(m) if i < self.own else dict(m._buffers) for i, m in enumerate(self.modules)]
+        return [
+            _kept(m) if i < self.own else dict(m._buffers)
+            for i, m in enumerate(self.modules)
+        ]
 
     def changes(self) -> Change:
         """What differs from that moment now, but for torch's own modules and posteriors."""
         found: Change = {}
-        for i, (before, now) in enumerate(list(zip(self.before, self._now(), strict=True))[: self.own]):
+        for i, (before, now) in enumerate(
+            list(zip(self.before, self._now(), strict=True))[: self.own]
+        ):
             for name in {**before, **now}:
                 value, old = now.get(name, _ABSENT), before.get(name, _ABSENT)
                 if value is not old:
                     found[i, name] = (value, True)
-                elif written := [v for key in reached([value], self.homes) for v in self._written(key)]:
+                elif written := [
+                    v
+                    for key in reached([value], self.homes)
+                    for v in self._written(key)
+                ]:
                     found[i, name] = (written, False)
         for i, held, number in self._hooked():
-            found.setdefault((~i, "hooks"), ([], False))[0].append(partial(held.__setitem__, number, held[number]))
+            found.setdefault((~i, "hooks"), ([], False))[0].append(
+                partial(held.__setitem__, number, held[number])
+            )
         return found
 
     def clear_caches(self) -> None:
@@ -84,8 +122,17 @@ class State:
 
     def _hooked(self) -> list[tuple[int, Any, int]]:
         """Hooks that came since and are not ours: models that collect what their parts give put them up in a call."""
-        new = [(i, held, n) for i, (held, old) in enumerate(self.hooks) for n in held if n not in old]
-        return [(i, held, n) for i, held, n in new if not str(held[n].__module__).startswith("slimbayes.")]
+        new = [
+            (i, held, n)
+            for i, (held, old) in enumerate(self.hooks)
+            for n in held
+            if n not in old
+        ]
+        return [
+            (i, held, n)
+            for i, held, n in new
+            if not str(held[n].__module__).startswith("slimbayes.")
+        ]
 
     def _written(self, key: int) -> Iterator[tuple[Any, Any]]:
         if key in self.values and not _same(*self.values[key]):
@@ -93,8 +140,14 @@ class State:
 
     def names(self, changes: Change) -> list[str]:
         """What the model calls the changed attributes."""
-        paths = {id(module): f"{path}." if path else "" for path, module in self.model.named_modules()}
-        return [name if i < 0 else paths.get(id(self.modules[i]), "") + name for i, name in changes]
+        paths = {
+            id(module): f"{path}." if path else ""
+            for path, module in self.model.named_modules()
+        }
+        return [
+            name if i < 0 else paths.get(id(self.modules[i]), "") + name
+            for i, name in changes
+        ]
 
     def write(self, changes: Change) -> None:
         """Make these changes, starting from that moment."""
@@ -112,7 +165,9 @@ class State:
     def restore(self) -> None:
         """Go back to that moment."""
         self.clear_caches()
-        for module, before, now in zip(self.modules, self.before, self._now(), strict=True):
+        for module, before, now in zip(
+            self.modules, self.before, self._now(), strict=True
+        ):
             for name in {**before, **now}:
                 if now.get(name, _ABSENT) is not before.get(name, _ABSENT):
                     _put(module, name, before.get(name, _ABSENT))
@@ -120,7 +175,9 @@ class State:
             held.pop(number, None)
         for value, old, version in self.values.values():
             # Batch norm writes its statistics without counting that: a trial's are put back unseen, as to look waits.
-            if (self.every and isinstance(value, Tensor) and value.is_cuda) or not _same(value, old, version):
+            if (
+                self.every and isinstance(value, Tensor) and value.is_cuda
+            ) or not _same(value, old, version):
                 _fill(value, old)
 
     def mark(self, places: Iterable[tuple[int, str]]) -> None:
@@ -136,7 +193,9 @@ class State:
             for name in module.__dict__.get(CACHED_NAMES, ()):
                 _put(module, name, before.get(name, _ABSENT))
                 for key in reached([before.get(name)], self.homes):
-                    for value, old, version in [self.values[key]] if key in self.values else []:
+                    for value, old, version in (
+                        [self.values[key]] if key in self.values else []
+                    ):
                         if not _same(value, old, version):
                             _fill(value, old)
 
@@ -153,19 +212,35 @@ class Trials(State):
         super().__init__(model)
         self.posteriors = posteriors
         self.random = random.getstate(), np.random.get_state()
-        own = [v for held in self.before for v in held.values() if isinstance(v, torch.Generator)]
+        own = [
+            v
+            for held in self.before
+            for v in held.values()
+            if isinstance(v, torch.Generator)
+        ]
         self.generators = [(generator, generator.get_state()) for generator in own]
         self.sharded = any(hasattr(type(m), "unshard") for m in modules_of(model))
         self.places: dict[int, list[nn.Parameter]] = {}
-        self.written: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # parameter, its numbers, and a copy of these
+        self.written: dict[
+            int, tuple[Tensor, Tensor, Tensor]
+        ] = {}  # parameter, its numbers, and a copy of these
 
     def note_write(self, target: Any) -> None:
         """Keep the numbers of parameters that are about to be written to."""
         for one in target if isinstance(target, (list, tuple)) else [target]:
-            if self.sharded or type(one) not in (Tensor, nn.Parameter) or inside_func() or not _comparable(one.data):
+            if (
+                self.sharded
+                or type(one) not in (Tensor, nn.Parameter)
+                or inside_func()
+                or not _comparable(one.data)
+            ):
                 continue
             if not self.places:
-                for p in [p for p in self.model.parameters() if type(p) is nn.Parameter and _comparable(p.data)]:
+                for p in [
+                    p
+                    for p in self.model.parameters()
+                    if type(p) is nn.Parameter and _comparable(p.data)
+                ]:
                     self.places.setdefault(p.untyped_storage().data_ptr(), []).append(p)
             for p in self.places.get(one.untyped_storage().data_ptr(), ()):
                 self.written.setdefault(id(p), (p, p.data, p.data.clone()))
@@ -193,7 +268,9 @@ class Lasting:
 
     def each(self, model: nn.Module, draws: int) -> Iterator[int]:
         """The numbers of the draws, with the modules made ready for each."""
-        if self.origin is None or not same_changes(self.origin.changes(), self._together()):
+        if self.origin is None or not same_changes(
+            self.origin.changes(), self._together()
+        ):
             self.origin, self.by_draw = State(model), {}
         try:
             for j in range(draws):
@@ -204,7 +281,11 @@ class Lasting:
             self.origin.write(self._together())
 
     def _together(self) -> Change:
-        return {place: value for left in self.by_draw.values() for place, value in left.items()}
+        return {
+            place: value
+            for left in self.by_draw.values()
+            for place, value in left.items()
+        }
 
 
 def same_changes(a: Change, b: Change) -> bool:
@@ -218,20 +299,32 @@ def same_changes(a: Change, b: Change) -> bool:
     def equal(x: Any, y: Any) -> bool:
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             alike = x.device == y.device and x.dtype == y.dtype and x.shape == y.shape
-            return x is y or (alike and _comparable(x) and _comparable(y) and bool(torch.equal(x, y)))
+            return x is y or (
+                alike and _comparable(x) and _comparable(y) and bool(torch.equal(x, y))
+            )
         return not isinstance(x, (bool, int, float, str)) or x == y
 
     one, other = tree_leaves(list(a.values())), tree_leaves(list(b.values()))
-    return a.keys() == b.keys() and len(one) == len(other) and all(map(equal, one, other))
+    return (
+        a.keys() == b.keys() and len(one) == len(other) and all(map(equal, one, other))
+    )
 
 
 def _kept(module: nn.Module) -> dict[str, Any]:
     """Buffers, and attributes that not every module has; of torch's own modules what others put there: tensors and
     objects, but for weights that hooks compute.
     """
-    own = {n: v for n, v in module.__dict__.items() if not (n in _OF_ALL or n.startswith("_slimbayes"))}
+    own = {
+        n: v
+        for n, v in module.__dict__.items()
+        if not (n in _OF_ALL or n.startswith("_slimbayes"))
+    }
     if has_known_class(module):
-        return {n: v for n, v in own.items() if type(v) not in PLAIN and not n.startswith(("_", "weight", "bias"))}
+        return {
+            n: v
+            for n, v in own.items()
+            if type(v) not in PLAIN and not n.startswith(("_", "weight", "bias"))
+        }
     return {**own, **module._buffers}
 
 
@@ -241,7 +334,9 @@ _OF_ALL = {*nn.Module().__dict__, "forward"}
 def copy_modules(model: Any) -> Any:
     """A deep copy of a module, also where it keeps tensors of its last call's graph, which torch does not copy."""
     found = modules_of(model)
-    inside = reached((v for m in found for v in _kept(m).values()), homes_of(found)).values()
+    inside = reached(
+        (v for m in found for v in _kept(m).values()), homes_of(found)
+    ).values()
     kept = [v for v in inside if isinstance(v, Tensor) and v.grad_fn is not None]
     return copy.deepcopy(model, {id(v): v.detach().clone() for v in kept})
 
@@ -259,17 +354,31 @@ def _version(value: Any) -> int | None:
     """How often a tensor was written to, where its numbers cannot be compared, or not without waiting for a device."""
     if not isinstance(value, Tensor) or (_comparable(value) and not value.is_cuda):
         return None
-    return (None if _comparable(value) else 0) if value.is_inference() else value._version
+    return (
+        (None if _comparable(value) else 0) if value.is_inference() else value._version
+    )
 
 
 def _same(value: Any, old: Any, version: int | None) -> bool:
     if isinstance(value, Tensor):
         same = value.shape == old.shape and value.dtype == old.dtype
-        return same and (_version(value) == version if version is not None else bool(torch.equal(value, old)))
+        return same and (
+            _version(value) == version
+            if version is not None
+            else bool(torch.equal(value, old))
+        )
     if isinstance(value, set):
         return value == old
-    pairs = (value.keys(), old.keys(), value.values(), old.values()) if isinstance(value, dict) else (value, old) * 2
-    return len(value) == len(old) and all(map(is_, *pairs[:2])) and all(map(is_, *pairs[2:]))
+    pairs = (
+        (value.keys(), old.keys(), value.values(), old.values())
+        if isinstance(value, dict)
+        else (value, old) * 2
+    )
+    return (
+        len(value) == len(old)
+        and all(map(is_, *pairs[:2]))
+        and all(map(is_, *pairs[2:]))
+    )
 
 
 def _fill(value: Any, old: Any) -> None:

@@ -18,8 +18,22 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from slimbayes.engine import noise, passes
-from slimbayes.engine.layout import Dims, Unproven, arrays_of, leaves_of, map_arrays, padded, tree_map
-from slimbayes.engine.objects import UNORDERED, attributes_of, copy_containers, open_objects, without_cache
+from slimbayes.engine.layout import (
+    Dims,
+    Unproven,
+    arrays_of,
+    leaves_of,
+    map_arrays,
+    padded,
+    tree_map,
+)
+from slimbayes.engine.objects import (
+    UNORDERED,
+    attributes_of,
+    copy_containers,
+    open_objects,
+    without_cache,
+)
 from slimbayes.engine.probe import Mask, Probe, other_numbers
 from slimbayes.engine.quiet import Quiet, inside_func
 from slimbayes.engine.sharing import finding_shareable
@@ -28,8 +42,12 @@ from slimbayes.errors import SlimbayesWarning
 
 _UNDER_WAY: ContextVar[bool] = ContextVar("slimbayes_trial", default=False)
 _LOCK = threading.Lock()
-_CACHES = threading.RLock()  # one call at a time of models that keep something computed from drawn weights
-_VALIDATED: list[bool] = []  # as it was before each of the trials under way, in whatever thread
+_CACHES = (
+    threading.RLock()
+)  # one call at a time of models that keep something computed from drawn weights
+_VALIDATED: list[
+    bool
+] = []  # as it was before each of the trials under way, in whatever thread
 
 
 @contextmanager
@@ -54,15 +72,24 @@ def on_trial() -> bool:
 
 
 @contextmanager
-def undisturbed(model: nn.Module, inputs: Any, posteriors: Sequence[Any] = ()) -> Iterator[Trials]:
+def undisturbed(
+    model: nn.Module, inputs: Any, posteriors: Sequence[Any] = ()
+) -> Iterator[Trials]:
     """Random numbers, what modules keep, and gradients are afterwards as they were. Compiled parts run as they were
     written: each trial would be compiled anew. Distributions do not look at their parameters: whether all rows' are
     valid would seem to lead the model.
     """
-    devices = sorted({a.device.index or 0 for a in map(padded, arrays_of(inputs)) if a.is_cuda})
+    devices = sorted(
+        {a.device.index or 0 for a in map(padded, arrays_of(inputs)) if a.is_cuda}
+    )
     trials, token = Trials(model, posteriors), _UNDER_WAY.set(True)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings(), without_validation():
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices),
+            warnings.catch_warnings(),
+            without_validation(),
+        ):
             warnings.simplefilter("ignore")
             with torch.compiler.set_stance("force_eager"):
                 yield trials
@@ -86,16 +113,24 @@ def takes_derivatives(error: Exception) -> bool:
 
 
 def run_probe(
-    trials: Trials, inputs: Any, rows: int, before: Probe | None = None, taint: Mask | None = None
+    trials: Trials,
+    inputs: Any,
+    rows: int,
+    before: Probe | None = None,
+    taint: Mask | None = None,
 ) -> tuple[Probe, Any]:
     """Run the plain model once, with everything random in it made constant: what was met, and the outputs. Refuses
     weights that are used past their layer, and other calls than before.
     """
     probe, out = run_unchecked(trials, inputs, rows, before, taint)
     if probe.quiet.used:
-        raise Unproven(f"the weight of {next(iter(probe.quiet.used))} is used past the layer's own forward")
+        raise Unproven(
+            f"the weight of {next(iter(probe.quiet.used))} is used past the layer's own forward"
+        )
     if before is not None and len(before.visits) != len(probe.visits):
-        raise Unproven(f"{before.visits[-1].name} and other layers are not called alike for more rows")
+        raise Unproven(
+            f"{before.visits[-1].name} and other layers are not called alike for more rows"
+        )
     return probe, out
 
 
@@ -108,11 +143,20 @@ def run_unchecked(
     probe.rows = rows
     args, kwargs = copy_containers(inputs)
     try:
-        still, devices = nullcontext() if random else quiet, {p.device.type for p in trials.posteriors} or {"cpu"}
+        still, devices = (
+            nullcontext() if random else quiet,
+            {p.device.type for p in trials.posteriors} or {"cpu"},
+        )
         with finding_shareable(probe, trials.model), still, no_autocast(devices):
             out = passes.run(probe, trials.model, *args, **kwargs)
-        probe.objects = any(isinstance(leaf, UNORDERED) or attributes_of(leaf) for leaf in leaves_of(out))
-        probe.changes, out = trials.changes() if probe.before is None else {}, open_objects(out)
+        probe.objects = any(
+            isinstance(leaf, UNORDERED) or attributes_of(leaf)
+            for leaf in leaves_of(out)
+        )
+        probe.changes, out = (
+            trials.changes() if probe.before is None else {},
+            open_objects(out),
+        )
         return probe, out
     except RuntimeError as error:
         if not takes_derivatives(error):
@@ -147,10 +191,16 @@ def fails(trials: Trials, inputs: Any) -> bool:
 
 def seeds_itself(trials: Trials, twice: Any, rows: int, dims: Dims) -> bool:
     """Whether a model's random numbers are the same in each call, of a seed of its own, but others in each half."""
-    one, other = (arrays_of(run_unchecked(trials, twice, rows, random=True)[1]) for _ in range(2))
-    halves = [padded(a).chunk(2, d) for a, d in zip(one, dims, strict=True) if d is not None]
+    one, other = (
+        arrays_of(run_unchecked(trials, twice, rows, random=True)[1]) for _ in range(2)
+    )
+    halves = [
+        padded(a).chunk(2, d) for a, d in zip(one, dims, strict=True) if d is not None
+    ]
     same = all(map(torch.equal, map(padded, one), map(padded, other)))
-    return same and any(relative_difference(*two) > 1e-5 for two in halves if len(two) == 2)
+    return same and any(
+        relative_difference(*two) > 1e-5 for two in halves if len(two) == 2
+    )
 
 
 def _count_uses(probe: Probe) -> Counter[str]:
@@ -159,7 +209,9 @@ def _count_uses(probe: Probe) -> Counter[str]:
 
 
 @contextmanager
-def forgetting_drawn_weights(tree: Any, inputs: Any, new: passes.Pass) -> Iterator[None]:
+def forgetting_drawn_weights(
+    tree: Any, inputs: Any, new: passes.Pass
+) -> Iterator[None]:
     """A call after which modules have nothing left that they computed from drawn weights and would take for the next
     one's, such as a product of two or the features of a prompt: that has other draws. Looked for once in each mode.
     """
@@ -191,8 +243,13 @@ def _warn_of_ties(modules: Sequence[nn.Module]) -> None:
     owners: dict[int, Any] = {}
     layers: list[Any] = [m for m in modules if "posterior" in m._modules]
     for layer in layers:
-        for weight in [p for p in layer._parameters.values() if p is not None and p.dim() > 1]:
-            other, own = owners.setdefault(id(weight), layer), {id(p) for p in layer.posteriors()}
+        for weight in [
+            p for p in layer._parameters.values() if p is not None and p.dim() > 1
+        ]:
+            other, own = (
+                owners.setdefault(id(weight), layer),
+                {id(p) for p in layer.posteriors()},
+            )
             if own.isdisjoint(map(id, other.posteriors())):
                 warnings.warn(
                     f"{layer.bayes_name} ({type(layer).__name__}) and {other.bayes_name} ({type(other).__name__}) "
@@ -203,16 +260,23 @@ def _warn_of_ties(modules: Sequence[nn.Module]) -> None:
                 )
 
 
-def _marked(model: nn.Module, posteriors: Sequence[Any], inputs: Any, state: State) -> bool:
+def _marked(
+    model: nn.Module, posteriors: Sequence[Any], inputs: Any, state: State
+) -> bool:
     """Mark what a call left in the modules that spares the next one a converted layer; says whether there is any."""
     after, inputs = state.changes(), tree_map(without_cache, inputs)
     state.restore()
     try:
         with undisturbed(model, inputs, posteriors) as trials:
             first, found = run_unchecked(trials, inputs)[0], []
-            for changes in (first.changes, *({place: change} for place, change in first.changes.items())):
+            for changes in (
+                first.changes,
+                *({place: change} for place, change in first.changes.items()),
+            ):
                 trials.write(changes)
-                spared = _count_uses(first) - _count_uses(run_unchecked(trials, inputs)[0])
+                spared = _count_uses(first) - _count_uses(
+                    run_unchecked(trials, inputs)[0]
+                )
                 if not spared and changes is first.changes:
                     break
                 found += [*changes] if spared and len(changes) == 1 else []
@@ -226,7 +290,10 @@ def _marked(model: nn.Module, posteriors: Sequence[Any], inputs: Any, state: Sta
 
 def first_line(error: Exception) -> str:
     """The first line of what an error says; of one that says nothing, the line that raised it."""
-    raised = [f"in {frame.name}: {frame.line}" for frame in traceback.extract_tb(error.__traceback__)[-1:]]
+    raised = [
+        f"in {frame.name}: {frame.line}"
+        for frame in traceback.extract_tb(error.__traceback__)[-1:]
+    ]
     return next((line for line in (*str(error).splitlines(), *raised) if line), "")
 
 
@@ -235,7 +302,12 @@ def what_lasts(trials: Trials, inputs: Any, first: Probe, out: Any) -> str | Non
     if not first.changes:
         return None
     name = trials.names(first.changes)[0]
-    other = map_arrays(lambda i, a: other_numbers(a, 0, True) if isinstance(a, Tensor) and a.dim() else a, inputs)
+    other = map_arrays(
+        lambda i, a: (
+            other_numbers(a, 0, True) if isinstance(a, Tensor) and a.dim() else a
+        ),
+        inputs,
+    )
     try:
         if same_changes(first.changes, run_probe(trials, other, first.rows)[0].changes):
             return None
@@ -254,7 +326,11 @@ def what_lasts(trials: Trials, inputs: Any, first: Probe, out: Any) -> str | Non
 
 def _rows_in(probe: Probe) -> list[float]:
     """Sums of what a run left of each row: a state that has not changed the outputs yet may change later ones."""
-    left = [a for a in arrays_of(list(probe.changes.values())) if isinstance(a, Tensor) and probe.rows in a.shape]
+    left = [
+        a
+        for a in arrays_of(list(probe.changes.values()))
+        if isinstance(a, Tensor) and probe.rows in a.shape
+    ]
     return [float(a.detach().double().nan_to_num().sum()) for a in left]
 
 
@@ -264,7 +340,10 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
         return 0.0
     if not a.is_floating_point():
         return float((a != b).any())
-    a, b = a.double().nan_to_num(0.123, 1e30, -1e30), b.double().nan_to_num(0.123, 1e30, -1e30)
+    a, b = (
+        a.double().nan_to_num(0.123, 1e30, -1e30),
+        b.double().nan_to_num(0.123, 1e30, -1e30),
+    )
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
 
 
@@ -274,4 +353,10 @@ def tolerance(model: nn.Module) -> float:
     types = {dtype for dtype, _ in kinds}
     if types & {torch.bfloat16, torch.float16}:
         return 0.1
-    return 1e-6 if types == {torch.float64} else 1e-2 if any(on_gpu for _, on_gpu in kinds) else 1e-3
+    return (
+        1e-6
+        if types == {torch.float64}
+        else 1e-2
+        if any(on_gpu for _, on_gpu in kinds)
+        else 1e-3
+    )

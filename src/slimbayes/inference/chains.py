@@ -64,9 +64,13 @@ class Chains:
         try:
             import arviz
         except ImportError as error:
-            raise ImportError("Diagnostics of chains need ArviZ: pip install arviz.") from error
+            raise ImportError(
+                "Diagnostics of chains need ArviZ: pip install arviz."
+            ) from error
         found = {"log_density": self.log_density, "factors": self.states}
-        return arviz.from_dict(posterior={name: t.cpu().numpy() for name, t in found.items()})
+        return arviz.from_dict(
+            posterior={name: t.cpu().numpy() for name, t in found.items()}
+        )
 
 
 def sample_posterior(
@@ -127,7 +131,13 @@ def sample_posterior(
         (torch.Size([2, 3, 23]), torch.Size([6, 5, 3]))
     """
     likelihood_named(likelihood)
-    counts = {"chains": chains, "draws": draws, "thin": thin, "cycles": cycles, "leapfrog": leapfrog}
+    counts = {
+        "chains": chains,
+        "draws": draws,
+        "thin": thin,
+        "cycles": cycles,
+        "leapfrog": leapfrog,
+    }
     positive = {"step_size": step_size, "temperature": temperature, "noise": noise}
     _check(model, method, counts, positive, burn_in, base_lr, friction)
     if chains * draws > _MOST:
@@ -139,14 +149,18 @@ def sample_posterior(
     check_finite(model)
     work, means, said = plain_model(model, copy=bool(base_lr))
     if means and (include is not None or exclude is not None):
-        raise ValueError("sample_posterior: include and exclude choose layers of a plain model; this one's are set.")
+        raise ValueError(
+            "sample_posterior: include and exclude choose layers of a plain model; this one's are set."
+        )
     first = next(iter(passes.posteriors_of(model)), None)
     known = first.prior_of_factors if isinstance(first, Rank1Posterior) else None
     prior = prior or known or Normal(1.0, 0.1)
     generator = torch.Generator().manual_seed(key(seed_of(seed), "chains"))
     try:
         _begin(work, means, chains, include, exclude, generator)
-        restate(said, work, freezing=not base_lr)  # which moves the network's own weights
+        restate(
+            said, work, freezing=not base_lr
+        )  # which moves the network's own weights
         density = Density(work, data, likelihood, noise, prior, temperature, output)
         if method == "hmc":
             sampler = HMC(density, step_size, leapfrog, generator)
@@ -155,7 +169,11 @@ def sample_posterior(
             step_size, acceptance = sampler.step_size, sampler.accepted / sampler.paths
         else:
             steps, acceptance = (burn_in, draws, thin, cycles), 1.0
-            kept = list(langevin(density, method, step_size, friction, *steps, base_lr, generator))
+            kept = list(
+                langevin(
+                    density, method, step_size, friction, *steps, base_lr, generator
+                )
+            )
         found = _states(work, kept)
     except BaseException:
         debayesianize(work)
@@ -164,28 +182,48 @@ def sample_posterior(
     if work is not model:
         model.load_state_dict(debayesianize(work).state_dict())
     config = Rank1(members=chains * draws, posterior="point", clip=None, draws="member")
-    bayesianize(model, config, include=lambda name, _: name in found)  # so that its members are these states
+    bayesianize(
+        model, config, include=lambda name, _: name in found
+    )  # so that its members are these states
     set_factors(model, found)
     restate(said, model)
     states = torch.stack([torch.cat(factors, 1) for factors, _ in kept], 1)
-    return Chains(given, states, torch.stack([value for _, value in kept], 1), acceptance, step_size)
+    return Chains(
+        given,
+        states,
+        torch.stack([value for _, value in kept], 1),
+        acceptance,
+        step_size,
+    )
 
 
 def _check(
-    model: nn.Module, method: str, counts: Named, positive: Named, burn_in: int, base_lr: float, friction: float
+    model: nn.Module,
+    method: str,
+    counts: Named,
+    positive: Named,
+    burn_in: int,
+    base_lr: float,
+    friction: float,
 ) -> None:
     """Refuse what chains cannot run with."""
     check_choice("sample_posterior", "method", method, _METHODS)
     if any(m.training for m in model.modules()):
-        raise ValueError("sample_posterior needs the network as it predicts: call model.eval() first.")
+        raise ValueError(
+            "sample_posterior needs the network as it predicts: call model.eval() first."
+        )
     for name, count in counts.items():
         check_count("sample_posterior", name, count, most=None)
     check_whole("sample_posterior", "burn_in", burn_in)
     for name, value in positive.items():
         if not 0 < value < math.inf:
-            raise ValueError(f"sample_posterior: {name} must be positive and finite, got {value!r}.")
+            raise ValueError(
+                f"sample_posterior: {name} must be positive and finite, got {value!r}."
+            )
     if not 0 < friction <= 1:
-        raise ValueError(f"sample_posterior: friction must be above 0 and at most 1, got {friction!r}.")
+        raise ValueError(
+            f"sample_posterior: friction must be above 0 and at most 1, got {friction!r}."
+        )
     if not 0 <= base_lr < math.inf or (base_lr and method in ("hmc", "cyclical")):
         raise ValueError(
             f"sample_posterior: base_lr must not be negative, and weights move while 'sghmc' or 'sgld' burns in, with "
@@ -195,10 +233,21 @@ def _check(
 
 @torch.no_grad()
 def _begin(
-    model: nn.Module, means: Factors, chains: int, include: Selection, exclude: Selection, generator: torch.Generator
+    model: nn.Module,
+    means: Factors,
+    chains: int,
+    include: Selection,
+    exclude: Selection,
+    generator: torch.Generator,
 ) -> None:
     """One member for each chain: at the means of a converted model's members by turns, else near one."""
-    config = Rank1(members=chains, posterior="point", mean_init=Point(1.0), clip=None, draws="member")
+    config = Rank1(
+        members=chains,
+        posterior="point",
+        mean_init=Point(1.0),
+        clip=None,
+        draws="member",
+    )
     if not means:
         bayesianize(model, config, include=include, exclude=exclude)
         for loc in (f.loc for p in passes.posteriors_of(model) for f in (p.r, p.s)):
@@ -210,11 +259,20 @@ def _begin(
         turn = torch.arange(chains, device=d.r.device) % len(d.r)
         return Drawn(d.r[turn], d.s[turn], None if d.bias is None else d.bias[turn])
 
-    set_factors(model, {n: {site: of_chains(d) for site, d in sites.items()} for n, sites in means.items()})
+    set_factors(
+        model,
+        {
+            n: {site: of_chains(d) for site, d in sites.items()}
+            for n, sites in means.items()
+        },
+    )
 
 
 def _judge(sampler: HMC, chains: int) -> None:
-    rate, lost = sampler.accepted / sampler.paths, sampler.divergent / (sampler.paths * chains)
+    rate, lost = (
+        sampler.accepted / sampler.paths,
+        sampler.divergent / (sampler.paths * chains),
+    )
     if rate < 0.01:
         raise FloatingPointError(
             f"sample_posterior: chains stand still: {rate:.1%} of their paths are accepted. Lower "
@@ -235,6 +293,10 @@ def _states(model: nn.Module, kept: list[tuple[list[Tensor], Tensor]]) -> Factor
     out: Factors = {}
     for i, p in enumerate(posteriors):
         r, s = (torch.cat([factors[2 * i + j] for factors, _ in kept]) for j in (0, 1))
-        bias = None if p.bias is None else nn.functional.pad(p.bias.detach(), (0, 0, 1, 0)).repeat(len(kept), 1)
+        bias = (
+            None
+            if p.bias is None
+            else nn.functional.pad(p.bias.detach(), (0, 0, 1, 0)).repeat(len(kept), 1)
+        )
         out.setdefault(names[id(p.layer)], {})[p.site.name] = Drawn(r, s, bias)
     return out

@@ -30,7 +30,9 @@ from slimbayes.prediction.batches import IGNORED
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
-NO_TARGETS = "laplace was given no targets: the loader is empty, or all of them are -100."
+NO_TARGETS = (
+    "laplace was given no targets: the loader is empty, or all of them are -100."
+)
 
 
 def triangular(values: Tensor, vectors: Tensor, precision: float) -> Tensor:
@@ -47,13 +49,21 @@ class SiteCurvature:
     _found: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, posterior: Any) -> None:
-        shape = (posterior.members, *[posterior.size] * (2 if posterior.correlated else 1))
-        self.posterior, self.values = posterior, torch.zeros(shape, dtype=torch.float64, device=posterior.device)
+        shape = (
+            posterior.members,
+            *[posterior.size] * (2 if posterior.correlated else 1),
+        )
+        self.posterior, self.values = (
+            posterior,
+            torch.zeros(shape, dtype=torch.float64, device=posterior.device),
+        )
 
     def add_derivatives(self, lines: Tensor, member: int) -> None:
         """Derivatives (B, D) of rows along one direction of their outputs; of a layer's outputs (B, n) in a product."""
         lines = lines.double()
-        self.values[member] += lines.square().sum(0) if self.values.dim() == 2 else lines.mT @ lines
+        self.values[member] += (
+            lines.square().sum(0) if self.values.dim() == 2 else lines.mT @ lines
+        )
 
     def add_inputs(self, inputs: Tensor | None, kept: Tensor) -> None:
         """Inputs (B, m) of a layer, once for each batch, and how much rows count (B,)."""
@@ -85,7 +95,9 @@ class SiteCurvature:
         # Of what is 1e-4 of the prior's, float32 has three digits left in 1 - V V^T.
         return count if 2 * count < p.size - 1 and float(shares.max()) < 1e8 else None
 
-    def fit(self, scale: float, precision: float, directions: int | None = None) -> None:
+    def fit(
+        self, scale: float, precision: float, directions: int | None = None
+    ) -> None:
         """Give the posterior that covariance, by so many directions or whole."""
         if self.values.dim() == 2:
             self.posterior.set_root((self.values / scale + precision).rsqrt())
@@ -93,11 +105,15 @@ class SiteCurvature:
         values, vectors = self._eigen()
         if directions is None:
             pairs = zip(values / scale, vectors, strict=True)
-            self.posterior.set_root(torch.stack([triangular(e, v, precision) for e, v in pairs]))
+            self.posterior.set_root(
+                torch.stack([triangular(e, v, precision) for e, v in pairs])
+            )
             return
         first = values.shape[1] - directions
         narrower = 1 - (1 + values[:, first:] / (scale * precision)).rsqrt()
-        self.posterior.set_directions(precision**-0.5, vectors[:, :, first:] * narrower.sqrt().unsqueeze(1))
+        self.posterior.set_directions(
+            precision**-0.5, vectors[:, :, first:] * narrower.sqrt().unsqueeze(1)
+        )
 
 
 class KroneckerCurvature(SiteCurvature):
@@ -105,7 +121,9 @@ class KroneckerCurvature(SiteCurvature):
 
     def __init__(self, posterior: Any) -> None:
         self.posterior, self.rows = posterior, 0.0
-        self.left, self.right = (torch.zeros_like(basis, dtype=torch.float64) for basis in posterior.bases())
+        self.left, self.right = (
+            torch.zeros_like(basis, dtype=torch.float64) for basis in posterior.bases()
+        )
 
     def add_derivatives(self, lines: Tensor, member: int) -> None:
         self.left += lines.double().mT @ lines.double()
@@ -118,8 +136,12 @@ class KroneckerCurvature(SiteCurvature):
 
     def _eigen(self) -> tuple[Any, Any]:
         """Eigenvalues (n, m), and eigenvectors of both sides."""
-        (left, u), (right, v) = (torch.linalg.eigh(side) for side in (self.left, self.right))
-        return torch.outer(left.clamp_min(0), right.clamp_min(0)) / max(self.rows, 1.0), (u, v)
+        (left, u), (right, v) = (
+            torch.linalg.eigh(side) for side in (self.left, self.right)
+        )
+        return torch.outer(left.clamp_min(0), right.clamp_min(0)) / max(
+            self.rows, 1.0
+        ), (u, v)
 
     def spectrum(self) -> Tensor:
         return self._eigen()[0].flatten().unsqueeze(0)
@@ -127,7 +149,9 @@ class KroneckerCurvature(SiteCurvature):
     def finite(self) -> bool:
         return bool(self.left.isfinite().all() and self.right.isfinite().all())
 
-    def fit(self, scale: float, precision: float, directions: int | None = None) -> None:
+    def fit(
+        self, scale: float, precision: float, directions: int | None = None
+    ) -> None:
         values, sides = self._eigen()
         self.posterior.set_bases(*sides, (values / scale + precision).rsqrt())
 
@@ -161,21 +185,33 @@ def sum_curvature(
     """
     joints = joints_of(model)
     total, members = (
-        Curvature([(KroneckerCurvature if p.factored else SiteCurvature)(p) for p in joints]),
+        Curvature(
+            [(KroneckerCurvature if p.factored else SiteCurvature)(p) for p in joints]
+        ),
         joints[0].members,
     )
     for args, kwargs, target in batches:
         for member in range(members):
-            for rows in rows_at_means(model, args, kwargs, member, output, factored=True):
+            for rows in rows_at_means(
+                model, args, kwargs, member, output, factored=True
+            ):
                 part = target[rows.start : rows.start + len(rows.outputs)]
-                likelihood_named(likelihood).predictive(rows.outputs[None, :1], 1.0, None)  # refuses what does not fit
+                likelihood_named(likelihood).predictive(
+                    rows.outputs[None, :1], 1.0, None
+                )  # refuses what does not fit
                 kept = _kept(rows.outputs, part, likelihood).to(rows.outputs.dtype)
                 for root in _roots(rows.outputs.detach(), likelihood, samples, scale):
-                    for block, lines in zip(total.blocks, rows.pull(root * kept), strict=True):
+                    for block, lines in zip(
+                        total.blocks, rows.pull(root * kept), strict=True
+                    ):
                         block.add_derivatives(lines, member)
                 for block, inputs in zip(total.blocks, rows.inputs(), strict=True):
-                    block.add_inputs(inputs, kept.flatten(1).amax(1) if kept.dim() > 1 else kept)
-                total.log_likelihood += _log_likelihood(rows.outputs, part, likelihood, scale) / members
+                    block.add_inputs(
+                        inputs, kept.flatten(1).amax(1) if kept.dim() > 1 else kept
+                    )
+                total.log_likelihood += (
+                    _log_likelihood(rows.outputs, part, likelihood, scale) / members
+                )
         total.targets += int(_kept(target, target, likelihood).sum())
     if not total.targets:
         raise ValueError(NO_TARGETS)
@@ -188,11 +224,15 @@ def sum_curvature(
     return total
 
 
-def _roots(outputs: Tensor, likelihood: LikelihoodName, samples: int | None, scale: float) -> Iterator[Tensor]:
+def _roots(
+    outputs: Tensor, likelihood: LikelihoodName, samples: int | None, scale: float
+) -> Iterator[Tensor]:
     """Square roots of the information about outputs (B, ...), exact or of targets that are drawn."""
     information = likelihood_named(likelihood).fisher
     if samples is not None:
-        return (information.score(outputs, scale) / samples**0.5 for _ in range(samples))
+        return (
+            information.score(outputs, scale) / samples**0.5 for _ in range(samples)
+        )
     count = information.count(outputs)
     if count > MOST_ROOTS:
         raise ValueError(
@@ -209,7 +249,9 @@ def _kept(outputs: Tensor, target: Tensor, likelihood: LikelihoodName) -> Tensor
     return kept.view(*kept.shape, *[1] * max(outputs.dim() - kept.dim(), 0))
 
 
-def _log_likelihood(outputs: Tensor, target: Tensor, likelihood: LikelihoodName, scale: float) -> float:
+def _log_likelihood(
+    outputs: Tensor, target: Tensor, likelihood: LikelihoodName, scale: float
+) -> float:
     outputs = outputs.detach().double()
     if likelihood_named(likelihood).discrete and bool((target == IGNORED).any()):
         kept = target != IGNORED
@@ -217,4 +259,8 @@ def _log_likelihood(outputs: Tensor, target: Tensor, likelihood: LikelihoodName,
     if not target.numel():
         return 0.0
     target = target.double() if target.is_floating_point() else target
-    return float(Prediction.from_outputs(outputs[None], likelihood, scale=scale).log_prob(target).sum())
+    return float(
+        Prediction.from_outputs(outputs[None], likelihood, scale=scale)
+        .log_prob(target)
+        .sum()
+    )

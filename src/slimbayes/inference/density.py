@@ -34,7 +34,9 @@ from slimbayes.prediction.sample import sample
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 from slimbayes.train.targets import check_labels, check_real, check_shares
 
-Loss = Callable[[nn.Module], Tensor]  # negative log-likelihood of all data under each member, (K,)
+Loss = Callable[
+    [nn.Module], Tensor
+]  # negative log-likelihood of all data under each member, (K,)
 State = tuple[list[Tensor], Tensor]  # all factors (K, channels), and log densities (K,)
 ACCEPTANCE = 0.8
 _TOO_FAR = 1000.0  # an error of the energy beyond which a path has left the posterior
@@ -55,8 +57,12 @@ class Density:
 
     def __post_init__(self) -> None:
         posteriors: list[Any] = passes.posteriors_of(self.model)
-        self.factors = [f.loc for p in posteriors for f in (p.r, p.s)]  # (K, 1, channels) each
-        self.size, self.parts = (1, 1) if callable(self.data) else self._sizes(self.data)
+        self.factors = [
+            f.loc for p in posteriors for f in (p.r, p.s)
+        ]  # (K, 1, channels) each
+        self.size, self.parts = (
+            (1, 1) if callable(self.data) else self._sizes(self.data)
+        )
 
     def _sizes(self, data: Iterable[Any]) -> tuple[int, int]:
         """How many targets and batches there are; every target is looked at once."""
@@ -68,30 +74,50 @@ class Density:
         size, parts, classes = 0, 0, None
         for args, kwargs, target in labelled_batches(self.model, data):
             if self.likelihood != "categorical":
-                (check_shares if likelihood_named(self.likelihood).discrete else check_real)(target)
+                (
+                    check_shares
+                    if likelihood_named(self.likelihood).discrete
+                    else check_real
+                )(target)
             elif classes is None:
                 with torch.no_grad():
-                    outputs = find_output(sample(self.model, *args, **kwargs), self.output)
-                classes = outputs.shape[-1] if outputs.shape[1:-1] == target.shape else 2**62
+                    outputs = find_output(
+                        sample(self.model, *args, **kwargs), self.output
+                    )
+                classes = (
+                    outputs.shape[-1] if outputs.shape[1:-1] == target.shape else 2**62
+                )
             if classes is not None:
                 check_labels(target, classes, IGNORED)
             size, parts = size + self._count(target), parts + bool(self._count(target))
         if not size:
-            raise ValueError("sample_posterior was given no targets: the loader is empty, or all of them are -100.")
+            raise ValueError(
+                "sample_posterior was given no targets: the loader is empty, or all of them are -100."
+            )
         return size, parts
 
     def _count(self, target: Tensor) -> int:
         """How many targets the likelihood averages over."""
-        return int((target != IGNORED).sum()) if likelihood_named(self.likelihood).discrete else len(target)
+        return (
+            int((target != IGNORED).sum())
+            if likelihood_named(self.likelihood).discrete
+            else len(target)
+        )
 
     def batches(self) -> Iterable[Any]:
         """What a pass over the data sees: batches that have targets."""
         if callable(self.data):
             return [None]
-        return (batch for batch in labelled_batches(self.model, self.data) if self._count(batch[2]))
+        return (
+            batch
+            for batch in labelled_batches(self.model, self.data)
+            if self._count(batch[2])
+        )
 
     def log_prior(self) -> Tensor:
-        return torch.stack([self.prior.log_prob(f).flatten(1).sum(1) for f in self.factors]).sum(0)
+        return torch.stack(
+            [self.prior.log_prob(f).flatten(1).sum(1) for f in self.factors]
+        ).sum(0)
 
     def of_batch(self, batch: Any) -> Tensor:
         """Log density of each chain (K,), estimated from one batch; the batches' mean is that of all data, whatever
@@ -111,24 +137,41 @@ class Density:
         args, kwargs, target = batch
         outputs = find_output(sample(self.model, *args, **kwargs), self.output)
         nll = likelihood_named(self.likelihood).nll
-        mean = torch.vmap(lambda chain: nll(chain.unsqueeze(0), target, "average", self.noise))(outputs)
+        mean = torch.vmap(
+            lambda chain: nll(chain.unsqueeze(0), target, "average", self.noise)
+        )(outputs)
         return mean * self._count(target)
 
     def state(self, value: Tensor) -> State:
         """A copy of where all chains are."""
-        return [f.detach().squeeze(1).clone() for f in self.factors], value.detach().clone()
+        return [
+            f.detach().squeeze(1).clone() for f in self.factors
+        ], value.detach().clone()
 
 
 def normals(like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(
+        like.device
+    )
 
 
 class HMC:
     """States of K chains, moved in place in the density's factors."""
 
-    def __init__(self, density: Density, step_size: float, leapfrog: int, generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        density: Density,
+        step_size: float,
+        leapfrog: int,
+        generator: torch.Generator,
+    ) -> None:
         self.density, self.leapfrog, self.generator = density, leapfrog, generator
-        self.step_size, self.log_average, self.error, self.count = step_size, math.log(step_size), 0.0, 0
+        self.step_size, self.log_average, self.error, self.count = (
+            step_size,
+            math.log(step_size),
+            0.0,
+            0,
+        )
         self.start = math.log(10 * step_size)
         self.divergent, self.accepted, self.paths = 0, 0.0, 0
         self.value, self.slopes = self._value()
@@ -136,7 +179,9 @@ class HMC:
     def _value(self) -> tuple[Tensor, list[Tensor]]:
         with torch.enable_grad():
             value = self.density.of_all()
-            return value.detach(), list(torch.autograd.grad(value.sum(), self.density.factors))
+            return value.detach(), list(
+                torch.autograd.grad(value.sum(), self.density.factors)
+            )
 
     @torch.no_grad()
     def step(self, adapt: bool) -> Tensor:
@@ -147,14 +192,18 @@ class HMC:
         energy = self.value - _kinetic(momenta)
         # Paths of one length may swing back to where they began, where directions have one period.
         step, least = self.step_size, -(-self.leapfrog // 3)
-        for _ in range(int(torch.randint(least, self.leapfrog + 1, (), generator=self.generator))):
+        for _ in range(
+            int(torch.randint(least, self.leapfrog + 1, (), generator=self.generator))
+        ):
             for f, m, slope in zip(factors, momenta, self.slopes, strict=True):
                 m += 0.5 * step * slope
                 f += step * m
             self.value, self.slopes = self._value()
             for m, slope in zip(momenta, self.slopes, strict=True):
                 m += 0.5 * step * slope
-        gain = (self.value - _kinetic(momenta) - energy).nan_to_num(-math.inf, -math.inf, -math.inf)
+        gain = (self.value - _kinetic(momenta) - energy).nan_to_num(
+            -math.inf, -math.inf, -math.inf
+        )
         chance = gain.clamp_max(0).exp()
         stay = torch.rand(len(gain), generator=self.generator).to(chance) >= chance
         for f, old in zip(factors, before[0], strict=True):
@@ -208,14 +257,24 @@ def langevin(
 ) -> Iterator[State]:
     """States of "sgld", "sghmc" or "cyclical", one after another; log densities are those of a batch."""
     momenta = [torch.zeros_like(f) for f in density.factors]
-    steps = _cycles(step_size, draws, thin, cycles) if method == "cyclical" else _even(step_size, burn_in, draws, thin)
-    base = [p for p in density.model.parameters() if p.requires_grad and not any(p is f for f in density.factors)]
+    steps = (
+        _cycles(step_size, draws, thin, cycles)
+        if method == "cyclical"
+        else _even(step_size, burn_in, draws, thin)
+    )
+    base = [
+        p
+        for p in density.model.parameters()
+        if p.requires_grad and not any(p is f for f in density.factors)
+    ]
     batches = chain.from_iterable(density.batches() for _ in count())
     for number, (step, noisy, keep) in enumerate(steps):
         moving = base if base_lr and number < burn_in else []
         with torch.enable_grad():
             value = density.of_batch(next(batches))
-            slopes = torch.autograd.grad(value.sum(), [*density.factors, *moving], allow_unused=True)
+            slopes = torch.autograd.grad(
+                value.sum(), [*density.factors, *moving], allow_unused=True
+            )
         # At temperature T the slopes are already divided by it, so that steps grow by it and the noise with its root.
         share = density.temperature / density.size
         step = step * share
@@ -225,7 +284,9 @@ def langevin(
                 if method == "sgld":
                     f += 0.5 * step * slope + math.sqrt(step) * noise
                 else:
-                    m.mul_(1 - friction).add_(step * slope + math.sqrt(2 * friction * step) * noise)
+                    m.mul_(1 - friction).add_(
+                        step * slope + math.sqrt(2 * friction * step) * noise
+                    )
                     f += m
             for p, slope in zip(moving, slopes[len(momenta) :], strict=True):
                 if slope is not None:
@@ -239,12 +300,16 @@ def langevin(
             yield density.state(value)
 
 
-def _even(step: float, burn_in: int, draws: int, thin: int) -> Iterator[tuple[float, bool, bool]]:
+def _even(
+    step: float, burn_in: int, draws: int, thin: int
+) -> Iterator[tuple[float, bool, bool]]:
     for number in range(burn_in + draws * thin):
         yield step, True, number >= burn_in and (number - burn_in + 1) % thin == 0
 
 
-def _cycles(step: float, draws: int, thin: int, cycles: int) -> Iterator[tuple[float, bool, bool]]:
+def _cycles(
+    step: float, draws: int, thin: int, cycles: int
+) -> Iterator[tuple[float, bool, bool]]:
     """Step, whether there is noise, and whether to keep the state, of every step of every cycle."""
     each = -(-draws // cycles)
     length, kept = PARTS * each * thin, 0

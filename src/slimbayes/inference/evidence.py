@@ -35,7 +35,10 @@ class CurvatureSpectrum:
 
     def log_penalty(self, precision: float) -> float:
         """What the matrix takes from the log-likelihood."""
-        return 0.5 * (precision * self.scatter + float((self.values / precision).log1p().sum()) / len(self.values))
+        return 0.5 * (
+            precision * self.scatter
+            + float((self.values / precision).log1p().sum()) / len(self.values)
+        )
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,10 @@ class Evidence:
 def best_precision(spectra: Sequence[CurvatureSpectrum]) -> float:
     """The prior precision of most evidence that these matrices share."""
     low, high = -math.log(LARGEST), math.log(LARGEST)
-    scatter, names = sum(s.scatter for s in spectra), ", ".join(s.name for s in spectra[:3])
+    scatter, names = (
+        sum(s.scatter for s in spectra),
+        ", ".join(s.name for s in spectra[:3]),
+    )
 
     def slope(log_precision: float) -> float:
         precision = math.exp(log_precision)
@@ -88,12 +94,24 @@ def maximise(
         precisions: of the matrices; None finds them.
         groups: which matrices share one: those of equal number.
     """
-    found, sigma = list(precisions or [1.0] * len(spectra)), 1.0 if noise is None else noise
-    squares = max(-2 * log_likelihood - targets * math.log(2 * math.pi), 0.0) if scaled else 0.0
+    found, sigma = (
+        list(precisions or [1.0] * len(spectra)),
+        1.0 if noise is None else noise,
+    )
+    squares = (
+        max(-2 * log_likelihood - targets * math.log(2 * math.pi), 0.0)
+        if scaled
+        else 0.0
+    )
     for _ in range(500):
         now = [replace(s, values=s.values / sigma**2) for s in spectra]
         if precisions is None:
-            best = {g: best_precision([s for s, own in zip(now, groups, strict=True) if own == g]) for g in set(groups)}
+            best = {
+                g: best_precision(
+                    [s for s, own in zip(now, groups, strict=True) if own == g]
+                )
+                for g in set(groups)
+            }
             found = [best[g] for g in groups]
         if not scaled or noise is not None:
             break
@@ -101,12 +119,21 @@ def maximise(
         if abs(sigma - before) < 1e-10 * before:
             break
     if scaled:
-        log_likelihood = -0.5 * squares / sigma**2 - targets * math.log(sigma * math.sqrt(2 * math.pi))
-    taken = sum(s.log_penalty(precision) for s, precision in zip(now, found, strict=True))
+        log_likelihood = -0.5 * squares / sigma**2 - targets * math.log(
+            sigma * math.sqrt(2 * math.pi)
+        )
+    taken = sum(
+        s.log_penalty(precision) for s, precision in zip(now, found, strict=True)
+    )
     return Evidence(found, sigma, log_likelihood, log_likelihood - taken)
 
 
-def _noise(squares: float, targets: int, spectra: Sequence[CurvatureSpectrum], precisions: Sequence[float]) -> float:
+def _noise(
+    squares: float,
+    targets: int,
+    spectra: Sequence[CurvatureSpectrum],
+    precisions: Sequence[float],
+) -> float:
     """The noise of most evidence at these precisions, of spectra at unit noise: where squares / sigma^2 = targets -
     gamma. Both sides fall and rise with sigma, also where layers by themselves, each by its own account, determine more
     directions than there are targets.
@@ -118,8 +145,12 @@ def _noise(squares: float, targets: int, spectra: Sequence[CurvatureSpectrum], p
         )
 
     def slope(log_sigma: float) -> float:
-        variance = math.exp(2 * log_sigma)  # e / variance + lambda is (e + lambda variance) / variance
-        gamma = sum(s.determined(p * variance) for s, p in zip(spectra, precisions, strict=True))
+        variance = math.exp(
+            2 * log_sigma
+        )  # e / variance + lambda is (e + lambda variance) / variance
+        gamma = sum(
+            s.determined(p * variance) for s, p in zip(spectra, precisions, strict=True)
+        )
         return squares / variance - targets + gamma
 
     low = 0.5 * math.log(squares / targets)  # without any direction determined
@@ -129,7 +160,9 @@ def _noise(squares: float, targets: int, spectra: Sequence[CurvatureSpectrum], p
     return math.exp(_root(slope, low, high, 60))
 
 
-def _root(falling: Callable[[float], float], low: float, high: float, steps: int) -> float:
+def _root(
+    falling: Callable[[float], float], low: float, high: float, steps: int
+) -> float:
     for _ in range(steps):
         middle = 0.5 * (low + high)
         low, high = (middle, high) if falling(middle) > 0 else (low, middle)

@@ -25,7 +25,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.bayesianize import Conversion, bayesianize, debayesianize, decisions_of, restate
+from slimbayes.convert.bayesianize import (
+    Conversion,
+    bayesianize,
+    debayesianize,
+    decisions_of,
+    restate,
+)
 from slimbayes.convert.plan import Decision, Selection, plan
 from slimbayes.distributions.families import Normal
 from slimbayes.engine import passes
@@ -142,7 +148,9 @@ def laplace(
         members=next((len(f.r) for sites in means.values() for f in sites.values()), 1),
         prior=start,
         full_up_to=full_up_to if structure == "full" else 0,
-        beyond="kronecker" if over == "weights" and structure in ("full", "kronecker") else "independent",
+        beyond="kronecker"
+        if over == "weights" and structure in ("full", "kronecker")
+        else "independent",
     )
     batches = iter(labelled_batches(work, loader))
     try:
@@ -150,12 +158,27 @@ def laplace(
             first = next(batches, None)
             if first is None:
                 raise ValueError(NO_TARGETS)
-            free, decisions = include is None and exclude is None, plan(work, config, include, exclude)
-            include, batches = _last(work, decisions, first, free), chain([first], batches)
-        bayesianize(work, config, include=(lambda name, _: name in means) if means else include, exclude=exclude)
+            free, decisions = (
+                include is None and exclude is None,
+                plan(work, config, include, exclude),
+            )
+            include, batches = (
+                _last(work, decisions, first, free),
+                chain([first], batches),
+            )
+        bayesianize(
+            work,
+            config,
+            include=(lambda name, _: name in means) if means else include,
+            exclude=exclude,
+        )
         restate(said, work)
         set_factors(work, means)
-        spread = noise if likelihood == "heteroscedastic_gaussian" and noise is not None else 1.0
+        spread = (
+            noise
+            if likelihood == "heteroscedastic_gaussian" and noise is not None
+            else 1.0
+        )
         curvature = sum_curvature(work, batches, likelihood, samples, output, spread)
         report = _fit(work, config, curvature, likelihood, prior, noise)
         if structure == "k-tied":
@@ -169,7 +192,13 @@ def laplace(
     return replace(report, model=given)
 
 
-def _check(model: nn.Module, prior: object, noise: float | None, samples: int | None, **choices: str) -> None:
+def _check(
+    model: nn.Module,
+    prior: object,
+    noise: float | None,
+    samples: int | None,
+    **choices: str,
+) -> None:
     known = {
         "layers": ("all", "last"),
         "structure": ("full", "kronecker", "diagonal", "k-tied"),
@@ -183,11 +212,17 @@ def _check(model: nn.Module, prior: object, noise: float | None, samples: int | 
             f"{choices['over']!r}."
         )
     if not isinstance(prior, Normal) and prior not in ("layer", "shared", None):
-        raise ValueError(f'laplace: prior must be a Normal, "layer" or "shared", got {prior!r}.')
+        raise ValueError(
+            f'laplace: prior must be a Normal, "layer" or "shared", got {prior!r}.'
+        )
     if noise is not None and not 0 < noise < math.inf:
-        raise ValueError(f"laplace: noise is a standard deviation and must be positive, got {noise!r}.")
+        raise ValueError(
+            f"laplace: noise is a standard deviation and must be positive, got {noise!r}."
+        )
     if samples is not None and (not isinstance(samples, int) or samples < 1):
-        raise ValueError(f"laplace: samples must be a whole number of at least 1, or None, got {samples!r}.")
+        raise ValueError(
+            f"laplace: samples must be a whole number of at least 1, or None, got {samples!r}."
+        )
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(
             "laplace needs all weights in memory, but some of the model's are elsewhere (device 'meta', offloaded): "
@@ -201,7 +236,12 @@ def _check(model: nn.Module, prior: object, noise: float | None, samples: int | 
         )
 
 
-def _last(model: nn.Module, decisions: list[Decision], batch: tuple[Any, Any, Tensor], free: bool) -> str:
+def _last(
+    model: nn.Module,
+    decisions: list[Decision],
+    batch: tuple[Any, Any, Tensor],
+    free: bool,
+) -> str:
     """The name of the layer to be converted that runs last, as a pattern; where the user was `free` to leave none out,
     it must be the last of all that have a matrix.
     """
@@ -209,8 +249,12 @@ def _last(model: nn.Module, decisions: list[Decision], batch: tuple[Any, Any, Te
     with ExitStack() as hooks, torch.no_grad():
         for d in decisions:
             layer = model.get_submodule(d.name)
-            if d.config is not None or (free and any(p.dim() > 1 for p in layer.parameters())):
-                hooks.enter_context(layer.register_forward_hook(lambda *_, d=d: ran.append(d)))
+            if d.config is not None or (
+                free and any(p.dim() > 1 for p in layer.parameters())
+            ):
+                hooks.enter_context(
+                    layer.register_forward_hook(lambda *_, d=d: ran.append(d))
+                )
         model(*batch[0], **batch[1])
     last = ran[-1]
     if last.config is None:
@@ -231,38 +275,83 @@ def _fit(
 ) -> Laplace:
     """Choose precisions and noise, and give every posterior its covariance and its prior."""
     joints: list[Any] = passes.posteriors_of(model)
-    scaled = likelihood == "gaussian"  # one noise for all; a heteroscedastic head has its own
+    scaled = (
+        likelihood == "gaussian"
+    )  # one noise for all; a heteroscedastic head has its own
     spectra = []
     for p, block in zip(joints, curvature.blocks, strict=True):
         far = (p.means().detach().double() - p.locs()).square().sum()
-        spectra.append(CurvatureSpectrum(p.name, block.spectrum(), float(far) / p.members))
-    given = [float(prior.scale) ** -2] * len(joints) if isinstance(prior, Normal) else None
+        spectra.append(
+            CurvatureSpectrum(p.name, block.spectrum(), float(far) / p.members)
+        )
+    given = (
+        [float(prior.scale) ** -2] * len(joints) if isinstance(prior, Normal) else None
+    )
     groups = [0 if prior == "shared" else id(p.layer) for p in joints]
-    best = maximise(spectra, curvature.log_likelihood, curvature.targets, noise, scaled, given, groups)
-    variance, fits = best.noise**2 if scaled else 1.0, list(zip(joints, curvature.blocks, best.precisions, strict=True))
-    told: dict[int, list[int | None]] = {}  # sites of a layer share a config, and so the number of directions
+    best = maximise(
+        spectra,
+        curvature.log_likelihood,
+        curvature.targets,
+        noise,
+        scaled,
+        given,
+        groups,
+    )
+    variance, fits = (
+        best.noise**2 if scaled else 1.0,
+        list(zip(joints, curvature.blocks, best.precisions, strict=True)),
+    )
+    told: dict[
+        int, list[int | None]
+    ] = {}  # sites of a layer share a config, and so the number of directions
     for p, block, precision in fits:
         if p.correlated:
-            told.setdefault(id(p.layer), []).append(block.directions(variance, precision))
+            told.setdefault(id(p.layer), []).append(
+                block.directions(variance, precision)
+            )
     for p, block, precision in fits:
         own = told.get(id(p.layer), [None])
-        block.fit(variance, precision, None if None in own else max(n for n in own if n is not None))
+        block.fit(
+            variance,
+            precision,
+            None if None in own else max(n for n in own if n is not None),
+        )
         p.prior = Normal(p.prior.loc, precision**-0.5)
     layer: Any
-    for _, layer, d in decisions_of(model):  # into configs, which `save` records; sites of one layer share theirs
+    for _, layer, d in decisions_of(
+        model
+    ):  # into configs, which `save` records; sites of one layer share theirs
         if d.config is not None:
             found = list(layer.posterior.values())
             counts = [p.directions.shape[2] for p in found if p.directions is not None]
-            d.config = replace(config, prior=found[0].prior, directions=next(iter(counts), None))
-    precisions = {p.layer.bayes_name: precision for p, precision in zip(joints, best.precisions, strict=True)}
-    return Laplace(model, best.log_evidence, best.log_likelihood, best.noise if scaled else 0.0, precisions)
+            d.config = replace(
+                config, prior=found[0].prior, directions=next(iter(counts), None)
+            )
+    precisions = {
+        p.layer.bayes_name: precision
+        for p, precision in zip(joints, best.precisions, strict=True)
+    }
+    return Laplace(
+        model,
+        best.log_evidence,
+        best.log_likelihood,
+        best.noise if scaled else 0.0,
+        precisions,
+    )
 
 
 def _move(work: nn.Module, model: nn.Module) -> None:
     """Convert a model as its copy was, and take over the copy's posteriors."""
     debayesianize(model)
     conversion: Conversion = work.__dict__["_slimbayes"]
-    bayesianize(model, {re.escape(d.name): d.config for d in conversion.decisions if d.config is not None})
+    bayesianize(
+        model,
+        {
+            re.escape(d.name): d.config
+            for d in conversion.decisions
+            if d.config is not None
+        },
+    )
     state = {n: t for n, t in work.state_dict().items() if ".posterior." in f".{n}"}
     model.load_state_dict(state, strict=False)
     for p in passes.posteriors_of(model):

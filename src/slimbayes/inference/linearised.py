@@ -49,12 +49,23 @@ class RowDerivatives:
 
     def pull(self, cotangent: Tensor) -> list[Tensor]:
         """cotangent^T d outputs / d numbers of each row, (B, D) for each posterior."""
-        found = torch.autograd.grad(self.outputs, self.deviations, cotangent, retain_graph=True, allow_unused=True)
-        return [torch.zeros_like(d) if g is None else g for g, d in zip(found, self.deviations, strict=True)]
+        found = torch.autograd.grad(
+            self.outputs,
+            self.deviations,
+            cotangent,
+            retain_graph=True,
+            allow_unused=True,
+        )
+        return [
+            torch.zeros_like(d) if g is None else g
+            for g, d in zip(found, self.deviations, strict=True)
+        ]
 
     def inputs(self) -> list[Tensor | None]:
         """Inputs (B, m) of the layers whose curvature is a Kronecker product."""
-        return [None if w is None else w.inputs(len(self.outputs)) for w in self.watched]
+        return [
+            None if w is None else w.inputs(len(self.outputs)) for w in self.watched
+        ]
 
 
 def joints_of(model: nn.Module) -> list[Any]:
@@ -63,12 +74,19 @@ def joints_of(model: nn.Module) -> list[Any]:
     others = [p.name for p in found if not isinstance(p, JointNormalPosterior)]
     if others or not found:
         what = f"{others[0]} has another one" if others else "the model has none"
-        raise ValueError(f"Derivatives are taken in the numbers of JointNormal posteriors, but {what}; see laplace.")
+        raise ValueError(
+            f"Derivatives are taken in the numbers of JointNormal posteriors, but {what}; see laplace."
+        )
     return found
 
 
 def rows_at_means(
-    model: nn.Module, args: Any, kwargs: Any, member: int, output: str | int | None, factored: bool = False
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    member: int,
+    output: str | int | None,
+    factored: bool = False,
 ) -> Iterator[RowDerivatives]:
     """A batch in pieces, each run at a member's means, so small that derivatives of all its rows fit into memory.
 
@@ -77,13 +95,21 @@ def rows_at_means(
     joints = joints_of(model)
     sizes = [p.site.n_out if factored and p.factored else p.size for p in joints]
     layout, dim = layout_of(model, args, kwargs, joints), batch_dim_of(model) or 0
-    many = layout.rows((args, kwargs)) if layout.rowwise else rows_of(model, arrays_of((args, kwargs)))
+    many = (
+        layout.rows((args, kwargs))
+        if layout.rowwise
+        else rows_of(model, arrays_of((args, kwargs)))
+    )
 
     def cut(start: int, count: int) -> Any:
         """The inputs of some rows, which `layout` must tell apart if they are more than one."""
 
         def row(i: int, leaf: Any) -> Any:
-            return leaf.narrow(dim, start, 1) if leaf.dim() > dim and leaf.shape[dim] == many else leaf
+            return (
+                leaf.narrow(dim, start, 1)
+                if leaf.dim() > dim and leaf.shape[dim] == many
+                else leaf
+            )
 
         if not layout.rowwise:
             return map_arrays(row, (args, kwargs))
@@ -98,8 +124,14 @@ def rows_at_means(
     def run(inputs: Any, start: int, count: int) -> RowDerivatives:
         new = Pass(count, count, rowwise=False)
         new.layout = layout if count > 1 else None
-        mask = inputs[1].get("attention_mask")  # padding must not change what layers of transformers get on average
-        mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == count else None
+        mask = inputs[1].get(
+            "attention_mask"
+        )  # padding must not change what layers of transformers get on average
+        mask = (
+            mask
+            if isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == count
+            else None
+        )
         deviations = [
             torch.zeros(count, size, device=p.device, dtype=p.dtype, requires_grad=True)
             for p, size in zip(joints, sizes, strict=True)
@@ -164,11 +196,17 @@ def predict_linearised(
     with evaluating(model):
         for args, kwargs in batches_of(model, x, None, inputs):
             found = [
-                [_linear(rows, joints, k, draws, number) for rows in rows_at_means(model, args, kwargs, k, output)]
+                [
+                    _linear(rows, joints, k, draws, number)
+                    for rows in rows_at_means(model, args, kwargs, k, output)
+                ]
                 for k in range(joints[0].members)
             ]
             outputs, spread = (
-                torch.stack([torch.cat([piece[i] for piece in member], i) for member in found]) for i in (0, 1)
+                torch.stack(
+                    [torch.cat([piece[i] for piece in member], i) for member in found]
+                )
+                for i in (0, 1)
             )
             parts.append(_prediction(outputs, spread, likelihood, scale, draws))
     return Prediction.joined(parts)
@@ -195,19 +233,27 @@ def _linear(
 
     noise = [noise_of(place, p) for place, p in enumerate(joints)]
     roots = [p.times_root(member) for p in joints]
-    spread = torch.zeros(draws or 1, *outputs.shape, dtype=outputs.dtype, device=outputs.device)
+    spread = torch.zeros(
+        draws or 1, *outputs.shape, dtype=outputs.dtype, device=outputs.device
+    )
     flat = spread.view(len(spread), len(outputs), -1)
     for c in range(many):
         unit = torch.zeros_like(outputs).view(len(outputs), -1)
         unit[:, c] = 1.0
-        for lines, root, e in zip(rows.pull(unit.view_as(outputs)), roots, noise, strict=True):
+        for lines, root, e in zip(
+            rows.pull(unit.view_as(outputs)), roots, noise, strict=True
+        ):
             moved = root(lines)
             flat[:, :, c] += moved.square().sum(1) if e is None else e @ moved.mT
     return outputs, spread
 
 
 def _prediction(
-    outputs: Tensor, spread: Tensor, likelihood: LikelihoodName, scale: float | Tensor, draws: int | None
+    outputs: Tensor,
+    spread: Tensor,
+    likelihood: LikelihoodName,
+    scale: float | Tensor,
+    draws: int | None,
 ) -> Prediction:
     """Of outputs (K, N, ...), and variances (K, 1, N, ...) or deviations (K, S, N, ...)."""
     members, meaning = len(outputs), likelihood_named(likelihood)
@@ -219,10 +265,16 @@ def _prediction(
         probit = outputs / (1 + math.pi / 8 * variance).sqrt()
         found = Prediction.from_outputs(probit, likelihood, members, scale)
         total = entropy(found.log_probs)
-        within = torch.minimum(meaning.predictive(outputs, scale, None)[1].mean(0), total)
+        within = torch.minimum(
+            meaning.predictive(outputs, scale, None)[1].mean(0), total
+        )
         return replace(found, aleatoric=within, epistemic=total - within)
     found = Prediction.from_outputs(outputs, likelihood, members, scale)
-    variance = variance[..., 0] if variance.dim() > found.by_member.dim() else variance  # of means, not raw scales
+    variance = (
+        variance[..., 0] if variance.dim() > found.by_member.dim() else variance
+    )  # of means, not raw scales
     assert found.noise is not None
-    noise = found.noise + variance  # one Gaussian for each member: its density is that of the prediction
+    noise = (
+        found.noise + variance
+    )  # one Gaussian for each member: its density is that of the prediction
     return replace(found, epistemic=found.epistemic + variance.mean(0), noise=noise)

@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.bayesianize import Conversion, bayesianize, conversions_of, debayesianize
+from slimbayes.convert.bayesianize import (
+    Conversion,
+    bayesianize,
+    conversions_of,
+    debayesianize,
+)
 from slimbayes.engine import passes
 from slimbayes.engine.state import copy_modules
 from slimbayes.posteriors.configs.weights import KTied
@@ -27,13 +32,19 @@ from slimbayes.prediction.sample import central_pass
 Factors = dict[str, dict[str, Drawn]]  # of each member, by layer and site
 
 
-def plain_model(model: nn.Module, copy: bool = False) -> tuple[nn.Module, Factors, list[tuple[str, Conversion]]]:
+def plain_model(
+    model: nn.Module, copy: bool = False
+) -> tuple[nn.Module, Factors, list[tuple[str, Conversion]]]:
     """What an approximation begins with: a plain model to work on, the factors at its members' means, and its former
     conversions. A converted model is copied; a plain one, which has neither, is taken itself unless `copy` says so.
     """
     if not passes.posteriors_of(model):
         return copy_modules(model) if copy else model, {}, []
-    return debayesianize(copy_modules(model)), member_factors(model), conversions_of(model)
+    return (
+        debayesianize(copy_modules(model)),
+        member_factors(model),
+        conversions_of(model),
+    )
 
 
 @torch.no_grad()
@@ -51,7 +62,9 @@ def member_factors(model: nn.Module) -> Factors:
         """Whether the one draw under way is the layer's own weight and bias."""
         linear = posterior.linear_map()
         weight, bias = posterior.materialise(linear, 0)
-        return torch.equal(weight, linear.weight) and (bias is None or torch.equal(bias, linear.bias))
+        return torch.equal(weight, linear.weight) and (
+            bias is None or torch.equal(bias, linear.bias)
+        )
 
     def look() -> None:
         names = {id(layer): name for name, layer in model.named_modules()}
@@ -59,7 +72,9 @@ def member_factors(model: nn.Module) -> Factors:
             lines = p.factors()
             if lines is not None:
                 s, r, bias = lines
-                found.setdefault(names[id(p.layer)], {})[p.site.name] = Drawn(r.clone(), s.clone(), bias)
+                found.setdefault(names[id(p.layer)], {})[p.site.name] = Drawn(
+                    r.clone(), s.clone(), bias
+                )
             elif not (members == 1 and own(p)):
                 raise ValueError(
                     f"The means of {p.name} ({type(p).__name__}) are no factors of its weight. Call "
@@ -70,7 +85,9 @@ def member_factors(model: nn.Module) -> Factors:
 
     passes.run(central_pass(posteriors), look)
     if found and plain:
-        raise ValueError(f"{plain[0]} has no factors, but {next(iter(found))} has. Call merge(model) first.")
+        raise ValueError(
+            f"{plain[0]} has no factors, but {next(iter(found))} has. Call merge(model) first."
+        )
     return found
 
 
@@ -92,13 +109,18 @@ def fit_k_tied(model: nn.Module, rank: int) -> None:
     """Replace joint posteriors of independent weights by k-tied ones, in place."""
     shared: Any = {"rank": rank, "bias": "gaussian", "scale_jitter": 0.0}
     joints = passes.posteriors_of(model)
-    configs = {re.escape(p.name.rpartition(".")[0]): KTied(prior=p.prior, **shared) for p in joints}
+    configs = {
+        re.escape(p.name.rpartition(".")[0]): KTied(prior=p.prior, **shared)
+        for p in joints
+    }
     variances = {p.name: p.variances()[0].double() for p in joints}
     debayesianize(model)
     bayesianize(model, configs)
     for p in passes.posteriors_of(model):
         variance, size = variances[p.name], math.prod(p.site.shape)
-        log_u, log_v = k_tied_logs(1 / p.site.to_matrix(variance[:size].view(p.site.shape)), p.rank)
+        log_u, log_v = k_tied_logs(
+            1 / p.site.to_matrix(variance[:size].view(p.site.shape)), p.rank
+        )
         p.log_u.copy_(log_u)
         p.log_v.copy_(log_v)
         if p.bias_log_scale is not None:
@@ -118,11 +140,16 @@ def k_tied_logs(precision: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     # From k equal shares, told apart by a small fixed pattern.
     pattern = torch.Generator().manual_seed(0)
     logs = [
-        x - 0.5 * math.log(rank) + 0.3 * torch.randn(len(x), rank, generator=pattern, dtype=x.dtype).to(x.device)
+        x
+        - 0.5 * math.log(rank)
+        + 0.3 * torch.randn(len(x), rank, generator=pattern, dtype=x.dtype).to(x.device)
         for x in (log_u, log_v)
     ]
     optimizer = torch.optim.LBFGS(
-        [x.requires_grad_() for x in logs], max_iter=300, line_search_fn="strong_wolfe", tolerance_change=1e-12
+        [x.requires_grad_() for x in logs],
+        max_iter=300,
+        line_search_fn="strong_wolfe",
+        tolerance_change=1e-12,
     )
 
     def loss() -> Tensor:

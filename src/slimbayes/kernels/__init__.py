@@ -14,7 +14,9 @@ from torch import Tensor
 
 LARGE = 2**18  # below so many elements launching a kernel costs more than it saves
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_POSSIBLE = find_spec("triton") is not None and (INTERPRETED or torch.cuda.is_available())
+_POSSIBLE = find_spec("triton") is not None and (
+    INTERPRETED or torch.cuda.is_available()
+)
 _ALLOWED = [True]
 
 
@@ -35,7 +37,9 @@ class disable:
     def __enter__(self) -> "disable":
         return self
 
-    def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(
+        self, *error: type[BaseException] | BaseException | TracebackType | None
+    ) -> None:
         _ALLOWED[0] = self.before
 
 
@@ -46,4 +50,6 @@ def enable() -> None:
 
 def ready(*tensors: Tensor) -> bool:
     """Whether kernels may run on these tensors."""
-    return _ALLOWED[0] and _POSSIBLE and (INTERPRETED or all(t.is_cuda for t in tensors))
+    return (
+        _ALLOWED[0] and _POSSIBLE and (INTERPRETED or all(t.is_cuda for t in tensors))
+    )

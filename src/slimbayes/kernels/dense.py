@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slimbayes.kernels.scale import How, gradients_of_rows, refuse_second_derivatives, scale_rows
+from slimbayes.kernels.scale import (
+    How,
+    gradients_of_rows,
+    refuse_second_derivatives,
+    scale_rows,
+)
 
 
 class KernelLines(NamedTuple):
@@ -60,7 +65,9 @@ class _ScaledProduct(torch.autograd.Function):
         out_dim, how_s, how_r, dtype = how
         # Cast by hand: autocast would keep the cast weight, without a way back to the weight, for who uses it next.
         low, shape = weight.to(dtype), x.shape
-        x = x.view(-1, shape[-1]) if len(shape) > 2 else x  # here, for autograd keeps a book of every view outside
+        x = (
+            x.view(-1, shape[-1]) if len(shape) > 2 else x
+        )  # here, for autograd keeps a book of every view outside
         scaled = scale_rows(x, s, s_scale, None, seed, how_s, dtype)
         z = scaled @ (low.t() if out_dim == 0 else low)
         kept = scaled if ctx.needs_input_grad[1] else None
@@ -75,20 +82,48 @@ class _ScaledProduct(torch.autograd.Function):
         refuse_second_derivatives()
         x, low, s, s_scale, r, r_scale, seed, scaled, z = ctx.saved_tensors
         out_dim, how_s, how_r, _ = ctx.how
-        need_x, need_w, need_s, need_s_scale, need_r, need_r_scale, need_bias = ctx.needs_input_grad[:7]
-        g, inner = gradients[0].reshape(z.shape).contiguous(), need_x or need_s or need_s_scale
+        need_x, need_w, need_s, need_s_scale, need_r, need_r_scale, need_bias = (
+            ctx.needs_input_grad[:7]
+        )
+        g, inner = (
+            gradients[0].reshape(z.shape).contiguous(),
+            need_x or need_s or need_s_scale,
+        )
         dx: list[Any] = [None] * 3
         dw = None
         dz: Any
         dz, *dr = gradients_of_rows(
-            g, z, r, r_scale, seed, how_r, ctx.bias, (inner or need_w, need_r, need_r_scale, need_bias)
+            g,
+            z,
+            r,
+            r_scale,
+            seed,
+            how_r,
+            ctx.bias,
+            (inner or need_w, need_r, need_r_scale, need_bias),
         )
         if need_w:
             dw = (dz.t() @ scaled if out_dim == 0 else scaled.t() @ dz).to(ctx.dtype)
         if inner:
             back = dz @ (low if out_dim == 0 else low.t())
-            dx = gradients_of_rows(back, x, s, s_scale, seed, how_s, None, (need_x, need_s, need_s_scale, False))[:3]
-        return None if dx[0] is None else dx[0].view(ctx.shape), dw, *dx[1:], *dr, None, None
+            dx = gradients_of_rows(
+                back,
+                x,
+                s,
+                s_scale,
+                seed,
+                how_s,
+                None,
+                (need_x, need_s, need_s_scale, False),
+            )[:3]
+        return (
+            None if dx[0] is None else dx[0].view(ctx.shape),
+            dw,
+            *dx[1:],
+            *dr,
+            None,
+            None,
+        )
 
 
 # Past what Function.apply does in Python for tensors of torch.func, which never come here: a tenth of a call's time.

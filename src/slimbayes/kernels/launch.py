@@ -13,11 +13,20 @@ _COMPILED: dict[Any, Any] = {}
 
 def aligned(*tensors: Tensor) -> tuple[bool, ...]:
     """Which tensors start at a multiple of 16 bytes, as part of a key; nothing while torch.compile traces."""
-    return () if torch.compiler.is_compiling() else tuple([t.data_ptr() % 16 == 0 for t in tensors])
+    return (
+        ()
+        if torch.compiler.is_compiling()
+        else tuple([t.data_ptr() % 16 == 0 for t in tensors])
+    )
 
 
 def launch(
-    kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], constants: tuple[Any, ...], key: Any, warps: int = 4
+    kernel: Any,
+    grid: tuple[int, int, int],
+    args: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    key: Any,
+    warps: int = 4,
 ) -> None:
     """kernel[grid](*args, *constants, num_warps=warps).
 

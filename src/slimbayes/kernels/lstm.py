@@ -39,7 +39,12 @@ def fused(x: Tensor) -> bool:
 
 
 def lstm(
-    gates: Tensor, cell: Cell, h: Tensor, c: Tensor, lengths: Tensor | None = None, reverse: bool = False
+    gates: Tensor,
+    cell: Cell,
+    h: Tensor,
+    c: Tensor,
+    lengths: Tensor | None = None,
+    reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """States (T, R, u) after each step, and the last cell state (R, u).
 
@@ -49,27 +54,49 @@ def lstm(
     if not (fused(gates) and gates.dtype in _TYPES and gates[0].numel() < 2**31):
         return steps(gates, cell, h, c, lengths, reverse)
     inputs: tuple[Any, ...] = (gates, *cell, h, c)
-    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    states, last, *_ = _lstm(*(t if t is None else t.contiguous() for t in inputs), lengths, reverse, keep)
+    keep = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in inputs
+    )
+    states, last, *_ = _lstm(
+        *(t if t is None else t.contiguous() for t in inputs), lengths, reverse, keep
+    )
     return states, last
 
 
 def steps(
-    gates: Tensor, cell: Cell, h: Tensor, c: Tensor, lengths: Tensor | None = None, reverse: bool = False
+    gates: Tensor,
+    cell: Cell,
+    h: Tensor,
+    c: Tensor,
+    lengths: Tensor | None = None,
+    reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `lstm`, in plain torch. Cell states are float32 at least."""
-    weight, s, r, r_in, bias = cell.weight.mT, *(_by_row(line, gates.shape[1]) for line in cell[1:])
+    weight, s, r, r_in, bias = (
+        cell.weight.mT,
+        *(_by_row(line, gates.shape[1]) for line in cell[1:]),
+    )
     gates = gates if r_in is None else gates * r_in
-    inputs = (gates if bias is None else gates + bias).unbind()  # a backward pass over T parts of one is quadratic in T
+    inputs = (
+        gates if bias is None else gates + bias
+    ).unbind()  # a backward pass over T parts of one is quadratic in T
     states, single, dtype = [h] * len(inputs), weight[0], gates.dtype
     c = c.to(torch.promote_types(c.dtype, torch.float32))
     for t in reversed(range(len(inputs))) if reverse else range(len(inputs)):
         x = h if s is None else h * s
-        z = x @ single if len(weight) == 1 else torch.bmm(x.unflatten(0, (len(weight), -1)), weight).flatten(0, 1)
+        z = (
+            x @ single
+            if len(weight) == 1
+            else torch.bmm(x.unflatten(0, (len(weight), -1)), weight).flatten(0, 1)
+        )
         a = inputs[t] + z if r is None else torch.addcmul(inputs[t], z, r)
         out, new = activated(a.to(c.dtype), c)
         live = None if lengths is None else (t < lengths).unsqueeze(-1)
-        h, c = (out, new) if live is None else (torch.where(live, out, h), torch.where(live, new, c))
+        h, c = (
+            (out, new)
+            if live is None
+            else (torch.where(live, out, h), torch.where(live, new, c))
+        )
         states[t] = h = h.to(dtype)
     return torch.stack(states), c.to(dtype)
 
@@ -82,7 +109,11 @@ def activated(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_row(line: Tensor | None, rows: int) -> Tensor | None:
-    return line if line is None or line.shape[0] == rows else line.repeat_interleave(rows // line.shape[0], 0)
+    return (
+        line
+        if line is None or line.shape[0] == rows
+        else line.repeat_interleave(rows // line.shape[0], 0)
+    )
 
 
 # The operation and its backward pass ----------------------------------------------------------------------------------
@@ -96,7 +127,17 @@ _OPTIONS = "Tensor? lengths, bool reverse"
     mutates_args=(),
     schema=f"({_ARGUMENTS}, {_OPTIONS}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _lstm(gates: Any, weight: Any, s: Any, r: Any, r_in: Any, bias: Any, h: Any, c: Any, *options: Any) -> Any:
+def _lstm(
+    gates: Any,
+    weight: Any,
+    s: Any,
+    r: Any,
+    r_in: Any,
+    bias: Any,
+    h: Any,
+    c: Any,
+    *options: Any,
+) -> Any:
     """States and last cell state; with `keep` also what the backward pass needs, else three empty tensors.
 
     Kept are cell states (T + 1, R, u) in float32, where those before step t lie at t (at t + 1 in reverse);
@@ -105,15 +146,30 @@ def _lstm(gates: Any, weight: Any, s: Any, r: Any, r_in: Any, bias: Any, h: Any,
     from slimbayes.kernels import lstm_triton
 
     with torch.cuda.device_of(gates):
-        return lstm_triton.forward(gates, Cell(weight, s, r, r_in, bias), h, c, *options)
+        return lstm_triton.forward(
+            gates, Cell(weight, s, r, r_in, bias), h, c, *options
+        )
 
 
 @_lstm.register_fake
-def _(gates: Any, weight: Any, s: Any, r: Any, r_in: Any, bias: Any, h: Any, c: Any, *options: Any) -> Any:
+def _(
+    gates: Any,
+    weight: Any,
+    s: Any,
+    r: Any,
+    r_in: Any,
+    bias: Any,
+    h: Any,
+    c: Any,
+    *options: Any,
+) -> Any:
     (T, R), u = gates.shape[:2], h.shape[1]
     kept = [(T + 1, R, u), (T, R, 4 * u), (T, R, u)] if options[-1] else [(0,)] * 3
     types = (torch.float32 if options[-1] else gates.dtype, gates.dtype, gates.dtype)
-    kept = [gates.new_empty(shape, dtype=dtype) for shape, dtype in zip(kept, types, strict=True)]
+    kept = [
+        gates.new_empty(shape, dtype=dtype)
+        for shape, dtype in zip(kept, types, strict=True)
+    ]
     return gates.new_empty(T, R, u), gates.new_empty(R, u), *kept
 
 
@@ -123,12 +179,24 @@ def _(gates: Any, weight: Any, s: Any, r: Any, r_in: Any, bias: Any, h: Any, c: 
     schema=f"(Tensor dh, Tensor dc, {_ARGUMENTS}, Tensor states, Tensor cells, Tensor z, Tensor hs, {_OPTIONS}, "
     "bool weighs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _lstm_backward(dh: Any, dc: Any, gates: Any, weight: Any, s: Any, r: Any, r_in: Any, bias: Any, *rest: Any) -> Any:
+def _lstm_backward(
+    dh: Any,
+    dc: Any,
+    gates: Any,
+    weight: Any,
+    s: Any,
+    r: Any,
+    r_in: Any,
+    bias: Any,
+    *rest: Any,
+) -> Any:
     """Gradients of gates, weight (empty unless `weighs`), s, r, r_in, bias (empty where there is none), h and c."""
     from slimbayes.kernels import lstm_triton
 
     with torch.cuda.device_of(gates):
-        return lstm_triton.backward(dh, dc, gates, Cell(weight, s, r, r_in, bias), *rest)
+        return lstm_triton.backward(
+            dh, dc, gates, Cell(weight, s, r, r_in, bias), *rest
+        )
 
 
 @_lstm_backward.register_fake
@@ -146,19 +214,38 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.reverse = reverse
 
 
-def _differentiate(ctx: Any, dh: Tensor | None, dc: Tensor | None, *unused: Any) -> tuple[Any, ...]:
+def _differentiate(
+    ctx: Any, dh: Tensor | None, dc: Tensor | None, *unused: Any
+) -> tuple[Any, ...]:
     *tensors, lengths, states, cells, z, hs = ctx.saved_tensors
     gates, *_, h, c = tensors
     dh = torch.zeros_like(states) if dh is None else dh
     dc = torch.zeros_like(c) if dc is None else dc
-    if torch.is_grad_enabled():  # a derivative of the derivative is wanted: the loop has one
+    if (
+        torch.is_grad_enabled()
+    ):  # a derivative of the derivative is wanted: the loop has one
         outputs = steps(gates, Cell(*tensors[1:-2]), h, c, lengths, ctx.reverse)
         wanted = [t for t in tensors if t is not None and t.requires_grad]
-        found = iter(torch.autograd.grad(outputs, wanted, (dh, dc), create_graph=True, allow_unused=True))
-        return *(next(found) if t is not None and t.requires_grad else None for t in tensors), None, None, None
+        found = iter(
+            torch.autograd.grad(
+                outputs, wanted, (dh, dc), create_graph=True, allow_unused=True
+            )
+        )
+        return (
+            *(
+                next(found) if t is not None and t.requires_grad else None
+                for t in tensors
+            ),
+            None,
+            None,
+            None,
+        )
     kept = (states, cells, z, hs, lengths, ctx.reverse, ctx.needs_input_grad[1])
     found = iter(_lstm_backward(dh.contiguous(), dc, *tensors, *kept))
-    grads = [g if t is not None and g.numel() == t.numel() else None for t, g in zip(tensors, found, strict=True)]
+    grads = [
+        g if t is not None and g.numel() == t.numel() else None
+        for t, g in zip(tensors, found, strict=True)
+    ]
     return *grads, None, None, None
 
 
@@ -175,5 +262,7 @@ def weight_gradient(dz: Tensor, hs: Tensor, weight: Tensor) -> Tensor:
     blocks = weight.shape[0]
     if blocks == 1:
         return torch.mm(dz.flatten(0, 1).t(), hs.flatten(0, 1)).unsqueeze(0)
-    dz, hs = (t.unflatten(1, (blocks, -1)).transpose(0, 1).flatten(1, 2) for t in (dz, hs))
+    dz, hs = (
+        t.unflatten(1, (blocks, -1)).transpose(0, 1).flatten(1, 2) for t in (dz, hs)
+    )
     return torch.bmm(dz.mT, hs)

@@ -18,7 +18,9 @@ from slimbayes.kernels.launch import aligned, launch_steps
 from slimbayes.kernels.lstm import Cell, sum_lines, weight_gradient
 
 UNITS = tl.constexpr(32)  # of a program
-BUSY = 96  # programs that keep a large GPU busy: tiles have as many rows as leave so many
+BUSY = (
+    96  # programs that keep a large GPU busy: tiles have as many rows as leave so many
+)
 
 
 @triton.jit
@@ -68,7 +70,9 @@ def _forward_step(  # type: ignore[no-untyped-def]
     """Step t. `before` is h or, after the first step, the states; a line serves `share` rows, a weight `span`."""
     block, row, unit, there = _place(R, u, span, tiles, ROWS)
     inside = there & (unit < u)
-    t = t.to(tl.int64)  # a step's part of a tensor has fewer than 2^31 elements, all steps may have more
+    t = t.to(
+        tl.int64
+    )  # a step's part of a tensor has fewer than 2^31 elements, all steps may have more
     size = R * u
     gates += t * (4 * size)
     z += t * (4 * size)
@@ -82,10 +86,30 @@ def _forward_step(  # type: ignore[no-untyped-def]
         k = start + tl.arange(0, DEPTH)
         x = tl.load(source + k[None, :], mask=there & (k[None, :] < u), other=0.0)
         known = (k[:, None] < u) & (unit < u)
-        zi = tl.dot(x, tl.load(w + k[:, None], mask=known, other=0.0), zi, input_precision=PRECISION)
-        zf = tl.dot(x, tl.load(w + u * u + k[:, None], mask=known, other=0.0), zf, input_precision=PRECISION)
-        zg = tl.dot(x, tl.load(w + 2 * u * u + k[:, None], mask=known, other=0.0), zg, input_precision=PRECISION)
-        zo = tl.dot(x, tl.load(w + 3 * u * u + k[:, None], mask=known, other=0.0), zo, input_precision=PRECISION)
+        zi = tl.dot(
+            x,
+            tl.load(w + k[:, None], mask=known, other=0.0),
+            zi,
+            input_precision=PRECISION,
+        )
+        zf = tl.dot(
+            x,
+            tl.load(w + u * u + k[:, None], mask=known, other=0.0),
+            zf,
+            input_precision=PRECISION,
+        )
+        zg = tl.dot(
+            x,
+            tl.load(w + 2 * u * u + k[:, None], mask=known, other=0.0),
+            zg,
+            input_precision=PRECISION,
+        )
+        zo = tl.dot(
+            x,
+            tl.load(w + 3 * u * u + k[:, None], mask=known, other=0.0),
+            zo,
+            input_precision=PRECISION,
+        )
     gate = row * 4 * u + unit
     line = row // share * 4 * u + unit
     zi = _settled(zi, products, z, gate, inside, KEEP)
@@ -106,16 +130,28 @@ def _forward_step(  # type: ignore[no-untyped-def]
     first = t == (T - 1 if REVERSE else 0)
     if lengths is not None:
         live = t < tl.load(lengths + row, mask=there, other=0)
-        old = tl.load(before + tl.where(first, 0, t - 1 + 2 * REVERSE) * size + own, mask=inside, other=0.0)
+        old = tl.load(
+            before + tl.where(first, 0, t - 1 + 2 * REVERSE) * size + own,
+            mask=inside,
+            other=0.0,
+        )
         new = tl.where(live, new, c)
         h = tl.where(live, h, old.to(tl.float32))
     tl.store(cells + new_slot * size + own, new, mask=inside)
     tl.store(states + t * size + own, h, mask=inside)
     if s is not None:
-        h = h * tl.load(s + row // share * u + unit, mask=inside, other=0.0).to(tl.float32)
+        h = h * tl.load(s + row // share * u + unit, mask=inside, other=0.0).to(
+            tl.float32
+        )
     following = t + 1 - 2 * REVERSE
-    edge = tl.where(t == (0 if REVERSE else T - 1), 0, u)  # the last step has no other to write for
-    tl.store(hs + (following if KEEP else (t + 1) % 2) * size + own, h, mask=there & (unit < edge))
+    edge = tl.where(
+        t == (0 if REVERSE else T - 1), 0, u
+    )  # the last step has no other to write for
+    tl.store(
+        hs + (following if KEEP else (t + 1) % 2) * size + own,
+        h,
+        mask=there & (unit < edge),
+    )
 
 
 @triton.jit(do_not_specialize=["t", "depth", "R", "share", "span", "tiles"])
@@ -140,13 +176,22 @@ def _backward_step(  # type: ignore[no-untyped-def]
         k = start + tl.arange(0, DEPTH)
         x = tl.load(source + k[None, :], mask=there & (k[None, :] < 4 * u), other=0.0)
         known = (k[:, None] < 4 * u) & (unit < u)
-        back = tl.dot(x, tl.load(w + k[:, None] * u, mask=known, other=0.0), back, input_precision=PRECISION)
+        back = tl.dot(
+            x,
+            tl.load(w + k[:, None] * u, mask=known, other=0.0),
+            back,
+            input_precision=PRECISION,
+        )
     own = row * u + unit
     back = _settled(back, products, products, own, inside, False)
     if s is not None:
         h = tl.load(states + t * size + own, mask=inside, other=0.0).to(tl.float32)
-        tl.store(ds + own, tl.load(ds + own, mask=inside, other=0.0) + back * h, mask=inside)
-        back = back * tl.load(s + row // share * u + unit, mask=inside, other=0.0).to(tl.float32)
+        tl.store(
+            ds + own, tl.load(ds + own, mask=inside, other=0.0) + back * h, mask=inside
+        )
+        back = back * tl.load(s + row // share * u + unit, mask=inside, other=0.0).to(
+            tl.float32
+        )
     upper = back + tl.load(dh + t * size + own, mask=inside, other=0.0).to(tl.float32)
 
     gate = row * 4 * u + unit
@@ -160,7 +205,9 @@ def _backward_step(  # type: ignore[no-untyped-def]
     g = _tanh(_gate(zg, gates, r, r_in, bias, gate + 2 * u, line + 2 * u, inside))
     o = tl.sigmoid(_gate(zo, gates, r, r_in, bias, gate + 3 * u, line + 3 * u, inside))
     c = tl.load(cells + (t + REVERSE) * size + own, mask=inside, other=0.0)
-    bent = _tanh(tl.load(cells + (t + 1 - REVERSE) * size + own, mask=inside, other=0.0))
+    bent = _tanh(
+        tl.load(cells + (t + 1 - REVERSE) * size + own, mask=inside, other=0.0)
+    )
 
     dc = tl.load(carry + own, mask=inside, other=0.0)
     if lengths is not None:
@@ -175,19 +222,29 @@ def _backward_step(  # type: ignore[no-untyped-def]
         tl.store(carry + own, new * f, mask=inside)
     _store_gate(new * g * i * (1 - i), dgates, dz, r, gate, line, inside)
     _store_gate(new * c * f * (1 - f), dgates, dz, r, gate + u, line + u, inside)
-    _store_gate(new * i * (1 - g * g), dgates, dz, r, gate + 2 * u, line + 2 * u, inside)
-    _store_gate(upper * bent * o * (1 - o), dgates, dz, r, gate + 3 * u, line + 3 * u, inside)
+    _store_gate(
+        new * i * (1 - g * g), dgates, dz, r, gate + 2 * u, line + 2 * u, inside
+    )
+    _store_gate(
+        upper * bent * o * (1 - o), dgates, dz, r, gate + 3 * u, line + 3 * u, inside
+    )
 
 
 @triton.jit
 def _store_gate(d, dgates, dz, r, at, line, inside):  # type: ignore[no-untyped-def]
     tl.store(dgates + at, d, mask=inside)
     if r is not None:  # else dz is dgates
-        tl.store(dz + at, d * tl.load(r + line, mask=inside, other=0.0).to(tl.float32), mask=inside)
+        tl.store(
+            dz + at,
+            d * tl.load(r + line, mask=inside, other=0.0).to(tl.float32),
+            mask=inside,
+        )
 
 
 @triton.jit
-def _sum_steps(dgates, gates, z, r_in, dr, dr_in, dbias, T, C, size, share, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sum_steps(
+    dgates, gates, z, r_in, dr, dr_in, dbias, T, C, size, share, BLOCK: tl.constexpr
+):  # type: ignore[no-untyped-def]
     """Gradients of r, r_in and bias for every row (R, C), and dgates o r_in in place of dgates; one pass over steps."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -196,7 +253,9 @@ def _sum_steps(dgates, gates, z, r_in, dr, dr_in, dbias, T, C, size, share, BLOC
     sum_bias = tl.zeros((BLOCK,), tl.float32)
     factor = tl.zeros((BLOCK,), tl.float32)
     if r_in is not None:
-        factor = tl.load(r_in + at // C // share * C + at % C, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(
+            r_in + at // C // share * C + at % C, mask=inside, other=0.0
+        ).to(tl.float32)
     there = at
     for _ in range(T):
         d = tl.load(dgates + there, mask=inside, other=0.0).to(tl.float32)
@@ -218,17 +277,30 @@ def _sum_steps(dgates, gates, z, r_in, dr, dr_in, dbias, T, C, size, share, BLOC
 # Launches -------------------------------------------------------------------------------------------------------------
 
 
-def _plan(gates: Tensor, cell: Cell) -> tuple[tuple[int, int, int], tuple[int, ...], tuple[Any, ...], int]:
+def _plan(
+    gates: Tensor, cell: Cell
+) -> tuple[tuple[int, int, int], tuple[int, ...], tuple[Any, ...], int]:
     """The grid; R, rows of a line, rows of a weight, tiles of these; PRECISION, ROWS, DEPTH; and warps."""
     R, blocks, u = gates.shape[1], cell.weight.shape[0], cell.weight.shape[2]
     span, columns = R // blocks, triton.cdiv(u, UNITS.value)
-    rows = next(n for n in (64, 32, 16) if n == 16 or blocks * triton.cdiv(span, n) * columns >= BUSY)
+    rows = next(
+        n
+        for n in (64, 32, 16)
+        if n == 16 or blocks * triton.cdiv(span, n) * columns >= BUSY
+    )
     tiles = triton.cdiv(span, rows)
     lines = next((line.shape[0] for line in cell[1:] if line is not None), 1)
-    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    precision = (
+        "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    )
     depth = 32 if gates.dtype == torch.float32 else 64
     warps = 8 if rows == depth == 64 else 4  # a sixth of the time less on an H200
-    return (blocks * tiles, columns, 1), (R, R // lines, span, tiles), (precision, rows, depth), warps
+    return (
+        (blocks * tiles, columns, 1),
+        (R, R // lines, span, tiles),
+        (precision, rows, depth),
+        warps,
+    )
 
 
 def _key(gates: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
@@ -237,27 +309,45 @@ def _key(gates: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def forward(
-    gates: Tensor, cell: Cell, h: Tensor, c: Tensor, lengths: Tensor | None, reverse: bool, keep: bool
+    gates: Tensor,
+    cell: Cell,
+    h: Tensor,
+    c: Tensor,
+    lengths: Tensor | None,
+    reverse: bool,
+    keep: bool,
 ) -> tuple[Tensor, ...]:
     """What the operation in lstm.py says it returns."""
     T, R, u = *gates.shape[:2], h.shape[1]
     grid, sizes, constants, warps = _plan(gates, cell)
     states = gates.new_empty(T, R, u)
     cells = gates.new_empty(T + 1 if keep else 2, R, u, dtype=torch.float32)
-    z, hs = gates.new_empty(T if keep else 0, R, 4 * u), gates.new_empty(T if keep else 2, R, u)
+    z, hs = (
+        gates.new_empty(T if keep else 0, R, 4 * u),
+        gates.new_empty(T if keep else 2, R, u),
+    )
     start, slots = (T - 1, T) if reverse else (0, 0)
     cells[slots % len(cells)] = c
-    hs[start % len(hs)] = h if cell.s is None else h * cell.s.repeat_interleave(sizes[1], 0)
+    hs[start % len(hs)] = (
+        h if cell.s is None else h * cell.s.repeat_interleave(sizes[1], 0)
+    )
     constants = (u, int(reverse), keep, *constants)
     # The state before the first step is given, those before the others are computed.
     first, *others = range(T)[:: -1 if reverse else 1]
     products = torch.empty_like(gates[0], dtype=torch.float32)
-    fixed, key = (states, cells, z, hs, products), _key(gates, *cell, h, lengths, states)
+    fixed, key = (
+        (states, cells, z, hs, products),
+        _key(gates, *cell, h, lengths, states),
+    )
     steps = [(gates, *cell, h, lengths, *fixed, first, T, *sizes)]
     steps += [(gates, *cell, states, lengths, *fixed, t, T, *sizes) for t in others]
     launch_steps(_forward_step, grid, steps, constants, key, warps)
     last = cells[(0 if reverse else T) % len(cells)].to(gates.dtype, copy=True)
-    return states, last, *((cells, z, hs) if keep else (gates.new_empty(0) for _ in range(3)))
+    return (
+        states,
+        last,
+        *((cells, z, hs) if keep else (gates.new_empty(0) for _ in range(3))),
+    )
 
 
 def backward(
@@ -268,7 +358,13 @@ def backward(
     T, _, u = states.shape
     grid, sizes, constants, warps = _plan(gates, cell)
     dc = dc.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    flows = dh, dc, torch.zeros_like(cells[0]), torch.zeros_like(cells[0]), torch.empty_like(cells[0])
+    flows = (
+        dh,
+        dc,
+        torch.zeros_like(cells[0]),
+        torch.zeros_like(cells[0]),
+        torch.empty_like(cells[0]),
+    )
     _, carry, rest, ds, _ = flows
     dgates = torch.empty_like(gates)
     dz = dgates if cell.r is None else torch.empty_like(gates)
@@ -277,24 +373,54 @@ def backward(
     fixed = *flows, gates, *cell, lengths, states, cells, z, dgates, dz
     steps = [(*fixed, last, 0, *sizes), *((*fixed, t, 4 * u, *sizes) for t in others)]
     launch_steps(_backward_step, grid, steps, (u, int(reverse), *constants), key, warps)
-    back = torch.bmm(dz[T - 1 if reverse else 0].unflatten(0, (len(cell.weight), -1)), cell.weight).flatten(0, 1)
+    back = torch.bmm(
+        dz[T - 1 if reverse else 0].unflatten(0, (len(cell.weight), -1)), cell.weight
+    ).flatten(0, 1)
     dweight = weight_gradient(dz, hs, cell.weight) if weighs else None
     dr, dr_in, dbias = _line_gradients(dgates, gates, z, cell, sizes[1])
     if cell.s is not None:
         ds = ds + back * h
         back = back * cell.s.repeat_interleave(sizes[1], 0)
-    found = (dgates, dweight, None if cell.s is None else sum_lines(cell.s, ds), dr, dr_in, dbias)
-    return *(gates.new_empty(0) if g is None else g for g in found), (back + rest).to(h.dtype), carry.to(c.dtype)
+    found = (
+        dgates,
+        dweight,
+        None if cell.s is None else sum_lines(cell.s, ds),
+        dr,
+        dr_in,
+        dbias,
+    )
+    return (
+        *(gates.new_empty(0) if g is None else g for g in found),
+        (back + rest).to(h.dtype),
+        carry.to(c.dtype),
+    )
 
 
-def _line_gradients(dgates: Tensor, gates: Tensor, z: Tensor, cell: Cell, share: int) -> tuple[Tensor | None, ...]:
+def _line_gradients(
+    dgates: Tensor, gates: Tensor, z: Tensor, cell: Cell, share: int
+) -> tuple[Tensor | None, ...]:
     """Those of r, r_in and bias; dgates becomes the gradient of the gates as they came."""
     given = cell.r, cell.r_in, cell.bias
     if all(line is None for line in given):
         return None, None, None
-    sums = [None if line is None else torch.empty_like(gates[0], dtype=torch.float32) for line in given]
+    sums = [
+        None if line is None else torch.empty_like(gates[0], dtype=torch.float32)
+        for line in given
+    ]
     size = gates[0].numel()
     _sum_steps[(triton.cdiv(size, 512),)](
-        dgates, gates, z, cell.r_in, *sums, len(gates), gates.shape[2], size, share, BLOCK=512
+        dgates,
+        gates,
+        z,
+        cell.r_in,
+        *sums,
+        len(gates),
+        gates.shape[2],
+        size,
+        share,
+        BLOCK=512,
     )
-    return tuple(None if d is None else sum_lines(line, d) for line, d in zip(given, sums, strict=True))
+    return tuple(
+        None if d is None else sum_lines(line, d)
+        for line, d in zip(given, sums, strict=True)
+    )

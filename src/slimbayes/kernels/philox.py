@@ -54,10 +54,17 @@ def _bits(key, row, eight, salt, half):  # type: ignore[no-untyped-def]
 def _counted(word, UPPER: tl.constexpr):  # type: ignore[no-untyped-def]
     """2^23 + the number in one half of a word, by its place in a mantissa: quicker than a conversion."""
     if not _HARDWARE:
-        return ((word >> 16 if UPPER else word & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
+        return ((word >> 16 if UPPER else word & 0xFFFF) | 0x4B000000).to(
+            tl.float32, bitcast=True
+        )
     selector: tl.constexpr = "0x7632" if UPPER else "0x7610"
     return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, 0x4B000000, " + selector + ";", "=f,r", [word], tl.float32, True, 1
+        "prmt.b32 $0, $1, 0x4B000000, " + selector + ";",
+        "=f,r",
+        [word],
+        tl.float32,
+        True,
+        1,
     )
 
 
@@ -69,12 +76,23 @@ def _polar(u, angle):  # type: ignore[no-untyped-def]
     if not _HARDWARE:
         size = tl.sqrt(-2.0 * tl.log(u))
         return size * tl.cos(angle), size * tl.sin(angle)
-    log2 = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [u], tl.float32, True, 1)
-    size = tl.inline_asm_elementwise(
-        "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [-1.3862943611198906 * log2], tl.float32, True, 1
+    log2 = tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [u], tl.float32, True, 1
     )
-    cos = tl.inline_asm_elementwise("cos.approx.ftz.f32 $0, $1;", "=f,f", [angle], tl.float32, True, 1)
-    sin = tl.inline_asm_elementwise("sin.approx.ftz.f32 $0, $1;", "=f,f", [angle], tl.float32, True, 1)
+    size = tl.inline_asm_elementwise(
+        "sqrt.approx.ftz.f32 $0, $1;",
+        "=f,f",
+        [-1.3862943611198906 * log2],
+        tl.float32,
+        True,
+        1,
+    )
+    cos = tl.inline_asm_elementwise(
+        "cos.approx.ftz.f32 $0, $1;", "=f,f", [angle], tl.float32, True, 1
+    )
+    sin = tl.inline_asm_elementwise(
+        "sin.approx.ftz.f32 $0, $1;", "=f,f", [angle], tl.float32, True, 1
+    )
     return size * cos, size * sin
 
 
@@ -82,7 +100,11 @@ def _polar(u, angle):  # type: ignore[no-untyped-def]
 def _pair(word):  # type: ignore[no-untyped-def]
     """Two normals from one word."""
     u = _counted(word, False) * 1.52587890625e-05 - 127.99999237060547
-    return _polar(u, (_counted(word, True) - 8421376.0) * 9.587379924285257e-05 + 4.793689962142629e-05)
+    return _polar(
+        u,
+        (_counted(word, True) - 8421376.0) * 9.587379924285257e-05
+        + 4.793689962142629e-05,
+    )
 
 
 @triton.jit
@@ -90,7 +112,9 @@ def _exact_pair(word, other):  # type: ignore[no-untyped-def]
     """Two normals from two words, whose bits all count."""
     u = word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
     u = tl.minimum(u, 0.999999)  # nearer to one a GPU's logarithm may be positive
-    return _polar(u, other.to(tl.int32, bitcast=True).to(tl.float32) * 1.4629180792671596e-09)
+    return _polar(
+        u, other.to(tl.int32, bitcast=True).to(tl.float32) * 1.4629180792671596e-09
+    )
 
 
 @triton.jit
@@ -99,14 +123,21 @@ def _sine(v):  # type: ignore[no-untyped-def]
     w = v * v
     tail = 0.08214588661112823 + w * (-0.007370430945714351)
     return v * (
-        3.141592653589793 + w * (-5.16771278004997 + w * (2.550164039877345 + w * (-0.5992645293207921 + w * tail)))
+        3.141592653589793
+        + w
+        * (
+            -5.16771278004997
+            + w * (2.550164039877345 + w * (-0.5992645293207921 + w * tail))
+        )
     )
 
 
 @triton.jit
 def _quantile(word):  # type: ignore[no-untyped-def]
     """A standard Cauchy number: cot(pi v) with a random sign; v near zero, which makes it large, keeps its digits."""
-    v = (word & 0x7FFFFFFF).to(tl.int32).to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    v = (word & 0x7FFFFFFF).to(tl.int32).to(
+        tl.float32
+    ) * 2.3283064365386963e-10 + 1.1641532182693481e-10
     size = _sine(0.5 - v) / _sine(v)
     return tl.where(word >= 0x80000000, size, -size)
 
@@ -131,7 +162,10 @@ def noise(key, row, eight, salt, FAMILY: tl.constexpr):  # type: ignore[no-untyp
             e, f = _exact_pair(e, f)
             g, h = _exact_pair(g, h)
     # The last of joined axes runs fastest: columns are a, b, c ... in order.
-    evens, odds = tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h))
+    evens, odds = (
+        tl.join(tl.join(a, e), tl.join(c, g)),
+        tl.join(tl.join(b, f), tl.join(d, h)),
+    )
     return tl.reshape(tl.join(evens, odds), (row.shape[0], 8 * eight.shape[0]))
 
 

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
 
-PATIENCE = timedelta(minutes=5)  # how long processes wait for one another before the job ends with an error
+PATIENCE = timedelta(
+    minutes=5
+)  # how long processes wait for one another before the job ends with an error
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,18 @@ class Execution:
 
     def __post_init__(self) -> None:
         if self.accelerator == "cuda" and not torch.cuda.is_available():
-            raise ValueError("There is no GPU that torch can use here: leave --accelerator at auto, or say cpu.")
+            raise ValueError(
+                "There is no GPU that torch can use here: leave --accelerator at auto, or say cpu."
+            )
         if self.devices < 1:
             raise ValueError(f"--devices must be at least 1, got {self.devices}.")
 
     @property
     def device(self) -> torch.device:
         """Where a single process computes."""
-        return torch.device("cuda" if self.accelerator != "cpu" and torch.cuda.is_available() else "cpu")
+        return torch.device(
+            "cuda" if self.accelerator != "cpu" and torch.cuda.is_available() else "cpu"
+        )
 
     def fabric(self, precision: str) -> Fabric:
         """The process group, devices and number format of a run."""
@@ -78,7 +84,9 @@ class Execution:
         if self.devices * self.nodes > 1:
             self._meet()
         for name in ("lightning_fabric", "lightning.fabric"):
-            logging.getLogger(name).setLevel(logging.ERROR)  # its hints are about what a run decides for itself
+            logging.getLogger(name).setLevel(
+                logging.ERROR
+            )  # its hints are about what a run decides for itself
         return Fabric(
             accelerator=self.accelerator,
             devices=self.devices,
@@ -92,10 +100,17 @@ class Execution:
 
         Without names of its own, a start would find addresses of the processes of the one before.
         """
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or self.nodes > 1 or dist.is_initialized():
+        if (
+            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            or self.nodes > 1
+            or dist.is_initialized()
+        ):
             return
         store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=PATIENCE
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            timeout=PATIENCE,
         )
         dist.init_process_group(
             "gloo" if self.device.type == "cpu" else "nccl",
@@ -108,7 +123,11 @@ class Execution:
 
         if self.strategy == "fsdp":
             return ModelParallelStrategy(shard, timeout=PATIENCE)
-        return DDPStrategy(timeout=PATIENCE) if self.strategy == "ddp" or self.devices * self.nodes > 1 else "auto"
+        return (
+            DDPStrategy(timeout=PATIENCE)
+            if self.strategy == "ddp" or self.devices * self.nodes > 1
+            else "auto"
+        )
 
     def compiled(self, network: nn.Module, device: torch.device) -> nn.Module:
         """The network as it is run on a device, compiled or not."""

@@ -18,8 +18,13 @@ if TYPE_CHECKING:
     from slimbayes.data.catalog import Facts
 
 
-DataDir = Annotated[Path | None, typer.Option(help="Folder of the data sets; $SLIMBAYES_DATA by default.")]
-Accelerator = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(help="Folder of the data sets; $SLIMBAYES_DATA by default."),
+]
+Accelerator = Annotated[
+    Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RunFolder = Annotated[Path, typer.Argument(help="Run directory.")]
 
@@ -57,10 +62,14 @@ def print_scores(folder: Path) -> None:
         table.add_row(Text(f"{e.data} ({e.role})"), str(e.draws), *cells)
     console.print(table)
     if found := record.diagnostics:
-        for line in lines(dict(found), any("rmse" in e.metrics for e in record.evaluations)):
+        for line in lines(
+            dict(found), any("rmse" in e.metrics for e in record.evaluations)
+        ):
             console.print(line, highlight=False, markup=False)
         if found.nonfinite_steps:
-            console.print(f"steps that were not finite: {found.nonfinite_steps}", highlight=False)
+            console.print(
+                f"steps that were not finite: {found.nonfinite_steps}", highlight=False
+            )
         for warning in found.warnings:
             console.print(f"! {warning}", style="yellow", highlight=False, markup=False)
     print(f"record: {folder / 'record.json'}")
@@ -68,7 +77,9 @@ def print_scores(folder: Path) -> None:
 
 def diagnose(
     run: RunFolder,
-    draws: Annotated[int, typer.Option(help="Draws of each member, for scores.", min=1, max=10_000)] = 16,
+    draws: Annotated[
+        int, typer.Option(help="Draws of each member, for scores.", min=1, max=10_000)
+    ] = 16,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
@@ -78,14 +89,27 @@ def diagnose(
     from slimbayes.lab.execution import Execution
     from slimbayes.lab.finished.diagnose import diagnose_run, diagnosis_lines
 
-    found = diagnose_run(run, Execution(accelerator=accelerator, data_dir=data_dir), draws)
-    typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(diagnosis_lines(found)))
+    found = diagnose_run(
+        run, Execution(accelerator=accelerator, data_dir=data_dir), draws
+    )
+    typer.echo(
+        json.dumps(found, indent=1) if as_json else "\n".join(diagnosis_lines(found))
+    )
 
 
 def stack(
-    run: Annotated[Path, typer.Argument(help="Run directory of an Ensemble, or of ModelPatch without cross.")],
-    out: Annotated[Path | None, typer.Option(help="New run directory; RUN-stacked by default.")] = None,
-    draws: Annotated[int, typer.Option(help="Networks to look at, for ModelPatch.", min=1)] = 200,
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="Run directory of an Ensemble, or of ModelPatch without cross."
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="New run directory; RUN-stacked by default.")
+    ] = None,
+    draws: Annotated[
+        int, typer.Option(help="Networks to look at, for ModelPatch.", min=1)
+    ] = 200,
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
     allow_code: AllowCode = False,
@@ -96,7 +120,9 @@ def stack(
     from slimbayes.lab.runs.watchers import Bars
 
     with Bars("stacked") as bars:
-        folder, weights = stack_run(run, out, Execution(accelerator=accelerator, data_dir=data_dir), bars, draws)
+        folder, weights = stack_run(
+            run, out, Execution(accelerator=accelerator, data_dir=data_dir), bars, draws
+        )
     typer.echo("\n".join(weight_lines(weights)))
     print_scores(folder)
 
@@ -104,13 +130,27 @@ def stack(
 def predict(
     run: RunFolder,
     inputs: Annotated[
-        Path, typer.Argument(metavar="INPUT", help="Rows: .npy, .npz (array x), .csv, .parquet, images.")
+        Path,
+        typer.Argument(
+            metavar="INPUT", help="Rows: .npy, .npz (array x), .csv, .parquet, images."
+        ),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where predictions go: .csv, .json or .npz.")],
-    draws: Annotated[int, typer.Option(help="Draws of each member.", min=1, max=10_000)] = 16,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o", "--output", help="Where predictions go: .csv, .json or .npz."
+        ),
+    ],
+    draws: Annotated[
+        int, typer.Option(help="Draws of each member.", min=1, max=10_000)
+    ] = 16,
     level: Annotated[
         float,
-        typer.Option(help="Probability, by the model, that intervals of real targets hold them.", min=0.01, max=0.999),
+        typer.Option(
+            help="Probability, by the model, that intervals of real targets hold them.",
+            min=0.01,
+            max=0.999,
+        ),
     ] = 0.9,
     accelerator: Accelerator = "auto",
     allow_code: AllowCode = False,
@@ -124,9 +164,20 @@ def predict(
 
 def export(
     run: RunFolder,
-    to: Annotated[Literal["onnx", "pt2"], typer.Option(help="Format: for onnxruntime, or for torch.")] = "onnx",
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="The file; ./<run>.<to> by default.")] = None,
-    draws: Annotated[int, typer.Option(help="Draws of each member; they are in the file.", min=1, max=10_000)] = 16,
+    to: Annotated[
+        Literal["onnx", "pt2"],
+        typer.Option(help="Format: for onnxruntime, or for torch."),
+    ] = "onnx",
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="The file; ./<run>.<to> by default."),
+    ] = None,
+    draws: Annotated[
+        int,
+        typer.Option(
+            help="Draws of each member; they are in the file.", min=1, max=10_000
+        ),
+    ] = 16,
     accelerator: Accelerator = "auto",
     allow_code: AllowCode = False,
 ) -> None:
@@ -139,20 +190,43 @@ def export(
     if file.suffix != f".{to}":
         raise ConfigError(f"-o must end in .{to}, as --to says, got {file}.")
     made = export_run(run, file, Execution(accelerator=accelerator), draws)
-    shape = " x ".join("rows" if size is None else str(size) for size in made.inputs["input"])
+    shape = " x ".join(
+        "rows" if size is None else str(size) for size in made.inputs["input"]
+    )
     typer.echo(f"{file}: {shape} -> {', '.join(made.outputs)}, of {made.draws} draws")
 
 
 def serve(
-    model: Annotated[Path, typer.Argument(metavar="RUN_OR_EXPORT", help="Run directory, or a file of sb.export.")],
-    host: Annotated[str, typer.Option(help="Address; others than this machine's need a key.")] = "127.0.0.1",
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_OR_EXPORT", help="Run directory, or a file of sb.export."
+        ),
+    ],
+    host: Annotated[
+        str, typer.Option(help="Address; others than this machine's need a key.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
-    key_file: Annotated[Path | None, typer.Option(help="File with the API key; or $SLIMBAYES_API_KEY.")] = None,
-    draws: Annotated[int, typer.Option(help="Draws of each member, unless a request says.", min=1, max=10_000)] = 16,
-    max_draws: Annotated[int, typer.Option(help="Draws that a request may ask for.", min=1, max=10_000)] = 64,
-    max_rows: Annotated[int, typer.Option(help="Rows of a request, and of a batch.", min=1)] = 1024,
+    key_file: Annotated[
+        Path | None, typer.Option(help="File with the API key; or $SLIMBAYES_API_KEY.")
+    ] = None,
+    draws: Annotated[
+        int,
+        typer.Option(
+            help="Draws of each member, unless a request says.", min=1, max=10_000
+        ),
+    ] = 16,
+    max_draws: Annotated[
+        int, typer.Option(help="Draws that a request may ask for.", min=1, max=10_000)
+    ] = 64,
+    max_rows: Annotated[
+        int, typer.Option(help="Rows of a request, and of a batch.", min=1)
+    ] = 1024,
     max_body: Annotated[int, typer.Option(help="Bytes of a request.", min=1)] = 1 << 20,
-    max_wait: Annotated[float, typer.Option(help="Seconds in the queue from which requests get 503.", min=0)] = 0.25,
+    max_wait: Annotated[
+        float,
+        typer.Option(help="Seconds in the queue from which requests get 503.", min=0),
+    ] = 0.25,
     accelerator: Accelerator = "auto",
     allow_code: AllowCode = False,
 ) -> None:
@@ -160,9 +234,15 @@ def serve(
     try:
         from slimbayes.lab.finished import serve as server
     except ModuleNotFoundError as error:
-        raise ImportError(f'Serving needs {error.name}: pip install "slimbayes[serve]"') from error
+        raise ImportError(
+            f'Serving needs {error.name}: pip install "slimbayes[serve]"'
+        ) from error
 
-    key = key_file.read_text().strip() if key_file else os.environ.get("SLIMBAYES_API_KEY")
+    key = (
+        key_file.read_text().strip()
+        if key_file
+        else os.environ.get("SLIMBAYES_API_KEY")
+    )
     if key is not None and not key:
         raise ValueError("The API key is empty.")
     limits = server.Limits(max_body, max_rows, max_draws, max_wait)
@@ -173,10 +253,16 @@ COMMANDS = (diagnose, stack, predict, export, serve)
 
 # --- slimbayes data: what sets are there, whether they are the published ones (exit code 1 if not), and their cache ---
 
-app = typer.Typer(help="Data sets on disk: list them, check them, keep them as arrays.", no_args_is_help=True)
+app = typer.Typer(
+    help="Data sets on disk: list them, check them, keep them as arrays.",
+    no_args_is_help=True,
+)
 
 Name = Annotated[
-    str, typer.Argument(help='A data set, such as "mnist" or "uci/yacht"; `list` names those that are there.')
+    str,
+    typer.Argument(
+        help='A data set, such as "mnist" or "uci/yacht"; `list` names those that are there.'
+    ),
 ]
 _FILES = 12  # shown of a set
 
@@ -189,7 +275,9 @@ def list_(data_dir: DataDir = None, as_json: AsJson = False) -> None:
 
     folder = root_folder(data_dir)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder: give --data-dir the folder that holds the data sets.")
+        raise FileNotFoundError(
+            f"{folder} is not a folder: give --data-dir the folder that holds the data sets."
+        )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         here = available(folder)
@@ -202,7 +290,9 @@ def list_(data_dir: DataDir = None, as_json: AsJson = False) -> None:
         more = f" and {len(splits) - 6} more" if len(splits) > 6 else ""
         typer.echo(f"{name:<32} {', '.join(splits[:6])}{more}")
     absent = [name for name in SOURCES if name not in here]
-    typer.echo(f"\n{len(here)} of {len(SOURCES)} known sets are in {folder}. Not there: {', '.join(absent) or 'none'}.")
+    typer.echo(
+        f"\n{len(here)} of {len(SOURCES)} known sets are in {folder}. Not there: {', '.join(absent) or 'none'}."
+    )
 
 
 @app.command()
@@ -224,8 +314,14 @@ def _report(facts: Facts) -> str:
         lines.append(f"  {split}: {rows:,} rows" + (spread if counts else ""))
     sums = [f"  sha256 {digest}  {file}" for file, digest in facts.sha256.items()]
     lines += sums[:_FILES] or ["  (images are counted, not read: no sha256)"]
-    lines += [f"  and {len(sums) - _FILES:,} more files: --json lists them"] if len(sums) > _FILES else []
-    lines += [f"DIFFERS {line}" for line in facts.differences] or ["Rows and class balance are as published."]
+    lines += (
+        [f"  and {len(sums) - _FILES:,} more files: --json lists them"]
+        if len(sums) > _FILES
+        else []
+    )
+    lines += [f"DIFFERS {line}" for line in facts.differences] or [
+        "Rows and class balance are as published."
+    ]
     return "\n".join(lines)
 
 
@@ -233,7 +329,10 @@ def _report(facts: Facts) -> str:
 def prepare(
     name: Name,
     data_dir: DataDir = None,
-    out: Annotated[Path | None, typer.Option(help="Folder; <data-dir>/.slimbayes-cache/<name> by default.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder; <data-dir>/.slimbayes-cache/<name> by default."),
+    ] = None,
 ) -> None:
     """Keep a set as arrays that are mapped into memory instead of read."""
     from slimbayes.data import prepare as prepare_

@@ -60,7 +60,10 @@ def optuna_objective(
 
 
 def tune_trainable(
-    config: Path | str, out: Path | str, metric: str = "validation_nll", words: Sequence[str] = ()
+    config: Path | str,
+    out: Path | str,
+    metric: str = "validation_nll",
+    words: Sequence[str] = (),
 ) -> Callable[[dict[str, Any]], None]:
     """A function for `ray.tune.Tuner`, whose space has paths of the config; arguments as of `optuna_objective`.
 
@@ -73,7 +76,9 @@ def tune_trainable(
         from ray import tune
 
         def report(epoch: int, value: float) -> bool:
-            tune.report({"epoch": epoch, metric: value})  # ends the run where the scheduler stops the trial
+            tune.report(
+                {"epoch": epoch, metric: value}
+            )  # ends the run where the scheduler stops the trial
             return True
 
         run_trial(values, report)
@@ -87,9 +92,13 @@ def _trial_runner(
     """A function that trains a config with some values; returns its metric, None where a report said to stop."""
     base, place = load(config), Path(out).resolve()
     if metric not in ("validation_nll", "validation_accuracy", "validation_rmse"):
-        raise ConfigError(f"metric must be validation_nll, validation_accuracy or validation_rmse, got {metric!r}.")
+        raise ConfigError(
+            f"metric must be validation_nll, validation_accuracy or validation_rmse, got {metric!r}."
+        )
     if not base.data.validation:
-        raise ConfigError(f"{metric} is of validation rows: set data.validation in {config}, to 0.1 say.")
+        raise ConfigError(
+            f"{metric} is of validation rows: set data.validation in {config}, to 0.1 say."
+        )
 
     def run_trial(values: Values, report: Report) -> float | None:
         run = Run("", with_values(base.resolved, values), place)
@@ -115,7 +124,11 @@ def _trial_runner(
 
 def epochs(folder: Path, metric: str) -> list[tuple[int, float]]:
     """A metric after each epoch that a run has noted, where it is finite."""
-    return [(int(row["epoch"]), row[metric]) for row in read_curve(folder) if math.isfinite(row.get(metric, math.nan))]
+    return [
+        (int(row["epoch"]), row[metric])
+        for row in read_curve(folder)
+        if math.isfinite(row.get(metric, math.nan))
+    ]
 
 
 def kept_value(folder: Path, metric: str) -> float:

@@ -29,12 +29,29 @@ from rich.table import Table
 from rich.text import Text
 
 from slimbayes.errors import brief, cut
-from slimbayes.lab.configs.files import ConfigError, Scale, load, parse_override, read_tree, row_names, with_values
+from slimbayes.lab.configs.files import (
+    ConfigError,
+    Scale,
+    load,
+    parse_override,
+    read_tree,
+    row_names,
+    with_values,
+)
 from slimbayes.lab.execution import signals_to
 from slimbayes.lab.runs.process import Run, train
 
-_UNNAMED = ("seed", "data.name")  # runs that differ by these alone share a name: reports tell them apart
-_COLOURS = {"finished": "green", "skipped": "dim", "failed": "red", "stopped": "yellow", "left": "yellow"}
+_UNNAMED = (
+    "seed",
+    "data.name",
+)  # runs that differ by these alone share a name: reports tell them apart
+_COLOURS = {
+    "finished": "green",
+    "skipped": "dim",
+    "failed": "red",
+    "stopped": "yellow",
+    "left": "yellow",
+}
 MOST = 10_000  # combinations
 _SHOWN = 20  # faults in one message
 
@@ -59,14 +76,20 @@ def sweep(
             that would take longer than is left, if it took as long as the longest that finished in this call.
     """
     if jobs < 1:
-        raise ConfigError(f"A sweep runs at least one job at a time, got --jobs {jobs}.")
+        raise ConfigError(
+            f"A sweep runs at least one job at a time, got --jobs {jobs}."
+        )
     if not limit_seconds > 0:  # NaN neither
         raise ConfigError(f"--limit-seconds must be positive, got {limit_seconds}.")
     runs = combinations(config, out, over, overrides, scale)
     if dry:
         _show([(run, run.state, "") for run in runs])
         return 0
-    words = ["--accelerator", accelerator, *(["--data-dir", str(data_dir)] if data_dir else [])]
+    words = [
+        "--accelerator",
+        accelerator,
+        *(["--data-dir", str(data_dir)] if data_dir else []),
+    ]
     words += [] if compile is None else ["--compile" if compile else "--no-compile"]
     gpus, slots = visible_gpus(accelerator), SimpleQueue[dict[str, str]]()
     for number in range(jobs):
@@ -79,7 +102,12 @@ def sweep(
         try:
             if start + max(took) >= end and run.state != "finished":
                 return run, "left", "there was no time for it: call again to go on"
-            state, reason = train(run, words, slot, lambda: not stopped.is_set() and time.monotonic() < end)
+            state, reason = train(
+                run,
+                words,
+                slot,
+                lambda: not stopped.is_set() and time.monotonic() < end,
+            )
             took.extend([time.monotonic() - start] if state == "finished" else [])
             return run, state, reason
         finally:
@@ -92,7 +120,11 @@ def sweep(
 
 
 def combinations(
-    config: Path, out: Path, over: Sequence[str] = (), overrides: Sequence[str] = (), scale: Scale = "full"
+    config: Path,
+    out: Path,
+    over: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    scale: Scale = "full",
 ) -> list[Run]:
     """The runs of a sweep, equal ones once; raises ConfigError with every one that is not valid."""
     rows = row_names(read_tree(Path(config)))
@@ -102,23 +134,43 @@ def combinations(
         raise ConfigError(f"The sweep has {count:,} combinations, more than {MOST:,}.")
     found: dict[str, Run] = {}
     faults: dict[str, list[str]] = {}
-    base_of = cache(lambda row: load(f"{config}#{row}" if row else config, overrides, scale))
+    base_of = cache(
+        lambda row: load(f"{config}#{row}" if row else config, overrides, scale)
+    )
     for row, *values in itertools.product(rows or [""], *axes):
-        told = ", ".join([*filter(None, [row]), *(f"{path}={value}" for path, value in values)]) or "the config"
+        told = (
+            ", ".join(
+                [*filter(None, [row]), *(f"{path}={value}" for path, value in values)]
+            )
+            or "the config"
+        )
         try:
             base = base_of(row)
-            labels = [_label(path, value) for path, value in values if path not in _UNNAMED]
-            experiment = with_values(base.resolved, {"name": "-".join([base.name, *labels]), **dict(values)})
+            labels = [
+                _label(path, value) for path, value in values if path not in _UNNAMED
+            ]
+            experiment = with_values(
+                base.resolved, {"name": "-".join([base.name, *labels]), **dict(values)}
+            )
             found.setdefault(experiment.hash, Run(told, experiment, out))
         except ConfigError as error:
-            faults.setdefault(str(error).partition("\n")[2] or str(error), []).append(told)
+            faults.setdefault(str(error).partition("\n")[2] or str(error), []).append(
+                told
+            )
     if faults:
-        lines = [f"{config} has combinations that are no valid experiments; nothing was run."]
+        lines = [
+            f"{config} has combinations that are no valid experiments; nothing was run."
+        ]
         for fault, where in list(faults.items())[:_SHOWN]:
-            lines += [where[0] + (f" and {len(where) - 1} more:" if where[1:] else ":"), fault]
+            lines += [
+                where[0] + (f" and {len(where) - 1} more:" if where[1:] else ":"),
+                fault,
+            ]
         raise ConfigError(cut("\n".join(lines), most=3500))
     _check_names(found.values())
-    return sorted(found.values(), key=lambda run: run.experiment.seed)  # what is cut short has whole seeds
+    return sorted(
+        found.values(), key=lambda run: run.experiment.seed
+    )  # what is cut short has whole seeds
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:
@@ -126,7 +178,9 @@ def _axis(text: str) -> tuple[str, list[Any]]:
     path, _, values = text.partition("=")
     found = parse_override(f"values={values}")["values"]
     if not isinstance(found, list) or not found or not path.strip():
-        raise ConfigError(f'--over needs path=[value, ...], such as "seed=[0, 1, 2]", got {brief(text)}.')
+        raise ConfigError(
+            f'--over needs path=[value, ...], such as "seed=[0, 1, 2]", got {brief(text)}.'
+        )
     return path.strip(), found
 
 
@@ -153,12 +207,18 @@ def _show(ended: Sequence[tuple[Run, str, str]]) -> None:
     """Print a table of runs, each with its state and a remark, and a line of counts."""
     table = Table("run", "what", "state", "remark")
     for run, state, remark in ended:
-        cells = [Text(text, overflow="fold") for text in (run.folder.name, run.told, state, remark)]
+        cells = [
+            Text(text, overflow="fold")
+            for text in (run.folder.name, run.told, state, remark)
+        ]
         cells[2].stylize(_COLOURS.get(state, ""))
         table.add_row(*cells)
     Console().print(table)
     counts = Counter(state for _, state, _ in ended)
-    Console().print(f"{len(ended)} runs: {', '.join(f'{n} {state}' for state, n in counts.items())}", highlight=False)
+    Console().print(
+        f"{len(ended)} runs: {', '.join(f'{n} {state}' for state, n in counts.items())}",
+        highlight=False,
+    )
 
 
 def visible_gpus(accelerator: str) -> tuple[str, ...]:
@@ -168,7 +228,11 @@ def visible_gpus(accelerator: str) -> tuple[str, ...]:
     import torch
 
     every = ",".join(map(str, range(torch.cuda.device_count())))
-    found = tuple(name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",") if name.strip())
+    found = tuple(
+        name.strip()
+        for name in os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
+        if name.strip()
+    )
     return found if len(found) > 1 else ()
 
 
@@ -182,5 +246,7 @@ def _stopping() -> Iterator[Event]:
         raise KeyboardInterrupt
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    with signals_to(ask, *(n for n in numbers if signal.getsignal(n) != signal.SIG_IGN)):
+    with signals_to(
+        ask, *(n for n in numbers if signal.getsignal(n) != signal.SIG_IGN)
+    ):
         yield stopped

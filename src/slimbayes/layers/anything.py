@@ -24,17 +24,32 @@ from slimbayes.layers.base import BayesLayer, made_once, mixed_class
 from slimbayes.layers.site import Kind, Site, has, own_value
 
 NOT_WORTH_IT = re.compile(
-    r"posit|pos_?(emb|enc|bias|table)|wpe|(^|_)rel_|relative|_token$|bias_table|logit_scale", re.IGNORECASE
+    r"posit|pos_?(emb|enc|bias|table)|wpe|(^|_)rel_|relative|_token$|bias_table|logit_scale",
+    re.IGNORECASE,
 )
-POSITIONS = re.compile(r"pos(ition)?(al)?_?(emb|enc|bias|table)", re.IGNORECASE)  # of the module around it
+POSITIONS = re.compile(
+    r"pos(ition)?(al)?_?(emb|enc|bias|table)", re.IGNORECASE
+)  # of the module around it
 
 
 def matrices_of(layer: Any) -> list[str]:
     """Names of a module's own parameters that are matrices, those that torch.nn.utils computes included."""
-    names = [n for n, p in layer.named_parameters(recurse=False) if p.dim() > 1 and p.is_floating_point()]
-    names = [n.removesuffix("_orig") if n.removesuffix("_orig") in layer.__dict__ else n for n in names]
-    if "weight" in layer.__dict__ and isinstance(layer.__dict__["weight"], Tensor):  # old-style weight norm
-        names = ["weight", *(n for n in names if n not in ("weight_g", "weight_v", "weight"))]
+    names = [
+        n
+        for n, p in layer.named_parameters(recurse=False)
+        if p.dim() > 1 and p.is_floating_point()
+    ]
+    names = [
+        n.removesuffix("_orig") if n.removesuffix("_orig") in layer.__dict__ else n
+        for n in names
+    ]
+    if "weight" in layer.__dict__ and isinstance(
+        layer.__dict__["weight"], Tensor
+    ):  # old-style weight norm
+        names = [
+            "weight",
+            *(n for n in names if n not in ("weight_g", "weight_v", "weight")),
+        ]
     if parametrize.is_parametrized(layer):
         names += [n for n in layer.parametrizations if getattr(layer, n).dim() > 1]
     return names
@@ -43,8 +58,13 @@ def matrices_of(layer: Any) -> list[str]:
 def scales_of(layer: nn.Module) -> list[str]:
     """The name of a norm's scale, if the module is one."""
     own = dict(layer.named_parameters(recurse=False))
-    vectors = all(p.dim() == 1 for p in own.values()) and len({p.numel() for p in own.values()}) == 1
-    plain = vectors and not any(p.numel() for child in layer.children() for p in child.parameters())
+    vectors = (
+        all(p.dim() == 1 for p in own.values())
+        and len({p.numel() for p in own.values()}) == 1
+    )
+    plain = vectors and not any(
+        p.numel() for child in layer.children() for p in child.parameters()
+    )
     runs = plain and type(layer).forward is not nn.Module.forward
     return [name for name in own if runs and _normalises(layer, name)][:1]
 
@@ -56,9 +76,22 @@ def _normalises(layer: nn.Module, name: str) -> bool:
     weight: Tensor = trial._parameters[name]
     channels, close = len(weight), partial(torch.allclose, rtol=0.05, atol=0.05)
     trial._parameters[name] = torch.linspace(0.5, 1.5, channels).to(weight)
-    for shape in ((5, 3, channels), (5, channels, 3, 3), (5, channels), (5, channels, 3), (5, channels, 3, 3, 3)):
+    for shape in (
+        (5, 3, channels),
+        (5, channels, 3, 3),
+        (5, channels),
+        (5, channels, 3),
+        (5, channels, 3, 3, 3),
+    ):
         # Neighbours differ: groups of a few channels must have a variance that dwarfs the norm's epsilon.
-        x = torch.arange(math.prod(shape), dtype=torch.float64).mul(0.6180339887).frac().sub(0.4).view(shape).to(weight)
+        x = (
+            torch.arange(math.prod(shape), dtype=torch.float64)
+            .mul(0.6180339887)
+            .frac()
+            .sub(0.4)
+            .view(shape)
+            .to(weight)
+        )
         try:
             with torch.random.fork_rng([]):
                 y, scaled = trial(x), trial(x * 50)
@@ -82,27 +115,47 @@ class AnyLayer(BayesLayer):
         found, norm = [], self.bayes_kind == "norm"
         for name in self.drawn_names:
             shape = tuple(own_value(self, name).shape)
-            sizes, bias = (shape[0] if norm else shape[1], shape[0]), bias_of(self, name)
+            sizes, bias = (
+                (shape[0] if norm else shape[1], shape[0]),
+                bias_of(self, name),
+            )
             how: dict[str, Any] = {"positions": "many", "kind": "norm"} if norm else {}
-            found.append(Site(name, *sizes, bool(bias), name, shape, bias_in=bias, whole=True, **how))
+            found.append(
+                Site(
+                    name,
+                    *sizes,
+                    bool(bias),
+                    name,
+                    shape,
+                    bias_in=bias,
+                    whole=True,
+                    **how,
+                )
+            )
         return found
 
     def trace_of(self, posterior: Any) -> Any:
         """Its forward may have the weight from elsewhere, such as a list of its own: that it ran is not enough."""
-        return self.bayes_key, next(name for name, own in self.posterior.items() if own is posterior)
+        return self.bayes_key, next(
+            name for name, own in self.posterior.items() if own is posterior
+        )
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         weight, bias_name = own_value(self, site), bias_of(self, site)
         bias = own_value(self, bias_name) if bias_name else None
 
         def op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-            return self._substituting({site: weight} | ({} if bias is None else {bias_name: bias}), (x,), {})
+            return self._substituting(
+                {site: weight} | ({} if bias is None else {bias_name: bias}), (x,), {}
+            )
 
         def outer(r: Tensor, s: Tensor) -> Tensor:
             return torch.outer(r, s).view(*weight.shape[:2], *[1] * (weight.dim() - 2))
 
         mask = self._buffers.get("weight_mask") if site == "weight" else None
-        return LinearMap(weight, bias, op, outer, batch_dim, -1, absorbs=False, mask=mask)
+        return LinearMap(
+            weight, bias, op, outer, batch_dim, -1, absorbs=False, mask=mask
+        )
 
     def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
         lead = self.posteriors()[0]
@@ -114,17 +167,28 @@ class AnyLayer(BayesLayer):
 
     def _through(self, posterior: Any, args: Any, kwargs: Any) -> Any:
         """Dropout on the first floating input."""
-        found, linear, arrays = posterior.current, self.linear_map(self.drawn_names[0]), arrays_of((args, kwargs))
-        found.met.update(dict.fromkeys((self.bayes_key, name) for name in self.drawn_names))
+        found, linear, arrays = (
+            posterior.current,
+            self.linear_map(self.drawn_names[0]),
+            arrays_of((args, kwargs)),
+        )
+        found.met.update(
+            dict.fromkeys((self.bayes_key, name) for name in self.drawn_names)
+        )
         place = next((i for i, a in enumerate(arrays) if a.is_floating_point()), None)
         if place is None:
             return self.plain_forward(args, kwargs)
 
         def run(x: Tensor, weight: Any, bias: Any) -> Any:
-            new_args, new_kwargs = map_arrays(lambda i, leaf: x if i == place else leaf, (args, kwargs))
+            new_args, new_kwargs = map_arrays(
+                lambda i, leaf: x if i == place else leaf, (args, kwargs)
+            )
             return self._substituting({}, new_args, new_kwargs)
 
-        linear.op, linear.batch_dim = run, 0 if found.layout is None else found.dim(self.bayes_key, arrays[place])
+        linear.op, linear.batch_dim = (
+            run,
+            0 if found.layout is None else found.dim(self.bayes_key, arrays[place]),
+        )
         return posterior(arrays[place], linear)
 
     def _with(self, draw: int, args: Any, kwargs: Any) -> Any:
@@ -141,11 +205,22 @@ class AnyLayer(BayesLayer):
     def _substituting(self, values: dict[str, Any], args: Any, kwargs: Any) -> Any:
         found = passes.pass_of(self.bayes_key)
         assert found is not None
-        held = found.substitutes  # written into: reentrant checkpoints find a copy of the pass at each look
-        before, own = held.copy(), {name: own_value(self, name) for name in self.read_names}
-        held.update({(self.bayes_key, name): value for name, value in (own | values).items()})
+        held = (
+            found.substitutes
+        )  # written into: reentrant checkpoints find a copy of the pass at each look
+        before, own = (
+            held.copy(),
+            {name: own_value(self, name) for name in self.read_names},
+        )
+        held.update(
+            {(self.bayes_key, name): value for name, value in (own | values).items()}
+        )
         state = None if found.handed is None else State(self)
-        copies = [] if state is None else [(v, v.detach().clone()) for v in values.values() if not v.is_meta]
+        copies = (
+            []
+            if state is None
+            else [(v, v.detach().clone()) for v in values.values() if not v.is_meta]
+        )
         try:
             out = self.plain_forward(args, kwargs)
             if state is not None and found.handed is not None and state.changes():
@@ -161,7 +236,10 @@ class AnyLayer(BayesLayer):
         found, arrays = lead.current, arrays_of((args, kwargs))
         ins, outs = self.located(found, arrays)
         whole = all(d is None for d in ins)  # a single row that stands for all
-        rows = next((a.shape[d] for a, d in zip(arrays, ins, strict=True) if d is not None), found.rows)
+        rows = next(
+            (a.shape[d] for a, d in zip(arrays, ins, strict=True) if d is not None),
+            found.rows,
+        )
         sizes = sizes_of_blocks(rows, lead.drawn, found)
         parts, start, counter = [], 0, iter(range(10**9))
         before = State(self) if found.layout.stateful else None
@@ -176,10 +254,15 @@ class AnyLayer(BayesLayer):
         for j, size in enumerate(sizes):
             if size or len(sizes) == 1:
                 out = self._with(j, *map_arrays(narrow, (args, kwargs)))
-                parts.append(map_arrays(lambda i, y: y.expand(size, *y.shape[1:]), out) if whole else out)  # noqa: B023
+                if whole:
+                    parts.append(map_arrays(partial(_expand_rows, size), out))
+                else:
+                    parts.append(out)
                 if before is not None and before.changes():
                     before.restore()
-                    raise Unproven(f"{self.bayes_name} keeps something of a call, which is to be of all rows")
+                    raise Unproven(
+                        f"{self.bayes_name} keeps something of a call, which is to be of all rows"
+                    )
             start += size
 
         def join(*leaves: Any) -> Any:
@@ -196,14 +279,34 @@ def bias_of(layer: nn.Module, name: str) -> str:
     weight, bias = own_value(layer, name), name.replace("weight", "bias")
     if weight.dim() == 1 and (bias == name or not has(layer, bias)):
         bias = next((other for other in layer._parameters if other != name), name)
-    fits = bias != name and has(layer, bias) and tuple(own_value(layer, bias).shape) == tuple(weight.shape[:1])
+    fits = (
+        bias != name
+        and has(layer, bias)
+        and tuple(own_value(layer, bias).shape) == tuple(weight.shape[:1])
+    )
     return bias if fits else ""
 
 
 @made_once
+def _expand_rows(size: int, i: int, y: Tensor) -> Tensor:
+    return y.expand(size, *y.shape[1:])
+
+
 def any_class(
-    plain: type[nn.Module], names: tuple[str, ...], kind: Kind, read_names: tuple[str, ...]
+    plain: type[nn.Module],
+    names: tuple[str, ...],
+    kind: Kind,
+    read_names: tuple[str, ...],
 ) -> type[BayesLayer]:
     """The class of converted layers of one type, of which these parameters are drawn."""
-    attributes = {"plain": plain, "drawn_names": names, "bayes_kind": kind, "read_names": read_names}
-    return mixed_class(f"Bayes{plain.__name__}", (AnyLayer, plain), attributes | {"__module__": __name__})
+    attributes = {
+        "plain": plain,
+        "drawn_names": names,
+        "bayes_kind": kind,
+        "read_names": read_names,
+    }
+    return mixed_class(
+        f"Bayes{plain.__name__}",
+        (AnyLayer, plain),
+        attributes | {"__module__": __name__},
+    )

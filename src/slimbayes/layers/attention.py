@@ -30,16 +30,42 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
     Shape: as nn.MultiheadAttention: query (L, R, E), or (R, L, E) with batch_first, or unbatched (L, E).
     """
 
-    plain, read_names, inner_dropout = nn.MultiheadAttention, _READ, "on its attention weights"
+    plain, read_names, inner_dropout = (
+        nn.MultiheadAttention,
+        _READ,
+        "on its attention weights",
+    )
 
     def sites(self) -> list[Site]:
         size, found = self.embed_dim, []
-        for name, inputs in {"q": size, "k": self.kdim, "v": self.vdim, "out": size}.items():
-            packed = "in_proj_weight" if self._qkv_same_embed_dim else f"{name}_proj_weight"
-            weight, bias = ("out_proj.weight", "out_proj.bias") if name == "out" else (packed, "in_proj_bias")
+        for name, inputs in {
+            "q": size,
+            "k": self.kdim,
+            "v": self.vdim,
+            "out": size,
+        }.items():
+            packed = (
+                "in_proj_weight" if self._qkv_same_embed_dim else f"{name}_proj_weight"
+            )
+            weight, bias = (
+                ("out_proj.weight", "out_proj.bias")
+                if name == "out"
+                else (packed, "in_proj_bias")
+            )
             biased = _parameters_of(self, name)[1] is not None
             shape = (size, inputs)
-            found.append(Site(name, inputs, size, biased, weight, shape, positions="many", bias_in=bias))
+            found.append(
+                Site(
+                    name,
+                    inputs,
+                    size,
+                    biased,
+                    weight,
+                    shape,
+                    positions="many",
+                    bias_in=bias,
+                )
+            )
         return found
 
     def may_hold_rows(self, dim: int, ndim: int) -> bool:  # type: ignore[override]
@@ -47,10 +73,16 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         weight, bias = _parameters_of(self, site)
-        return LinearMap(weight, bias, F.linear, torch.outer, 0 if self.batch_first else 1, -1)
+        return LinearMap(
+            weight, bias, F.linear, torch.outer, 0 if self.batch_first else 1, -1
+        )
 
-    def write_draw(self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None) -> None:
-        for own, drawn in zip(_parameters_of(plain, site.name), (weight, bias), strict=True):
+    def write_draw(
+        self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        for own, drawn in zip(
+            _parameters_of(plain, site.name), (weight, bias), strict=True
+        ):
             if own is not None and drawn is not None:
                 own.copy_(drawn)
 
@@ -72,12 +104,21 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
     def out_proj(self) -> Any:  # type: ignore[override]
         """The output projection; for code that calls it past the layer's forward, one with the drawn weight."""
         own: Any = self._modules["out_proj"]
-        found: Any = passes.pass_of(self.bayes_key) if "posterior" in self._modules else None
-        if found is None or found.held or (found.probing and found.inside[-1:] == [self.bayes_key]):
+        found: Any = (
+            passes.pass_of(self.bayes_key) if "posterior" in self._modules else None
+        )
+        if (
+            found is None
+            or found.held
+            or (found.probing and found.inside[-1:] == [self.bayes_key])
+        ):
             return own
         values = (own.weight, own.bias) if found.probing else self._drawn("out")
         if found.probing:
-            values = tuple(v if v is None else found.quiet.watch(v, self.bayes_name) for v in values)
+            values = tuple(
+                v if v is None else found.quiet.watch(v, self.bayes_name)
+                for v in values
+            )
         new = copy.copy(own)
         new.__dict__["_parameters"] = dict(zip(("weight", "bias"), values, strict=True))
         return new
@@ -98,9 +139,14 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
         batched, seq = query.dim() == 3, 1 if self.batch_first else 0
         if not batched:
             query, key, value = (t.unsqueeze(1 - seq) for t in (query, key, value))
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+            key_padding_mask = (
+                None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+            )
         rows = 1 - seq
-        q, k, v = (self.project_draw(n, x, rows) for n, x in (("q", query), ("k", key), ("v", value)))
+        q, k, v = (
+            self.project_draw(n, x, rows)
+            for n, x in (("q", query), ("k", key), ("v", value))
+        )
         if not self.batch_first:
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))
         k, v, extra = self._extend(k, v)
@@ -110,7 +156,10 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if not batched:
-            y, weights = y.squeeze(1 - seq), None if weights is None else weights.squeeze(0)
+            y, weights = (
+                y.squeeze(1 - seq),
+                None if weights is None else weights.squeeze(0),
+            )
         return y, weights
 
     def _extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -123,7 +172,14 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
         return k, v, k.shape[1] - size
 
-    def _mask(self, q: Tensor, keys: int, padding: Tensor | None, attn: Tensor | None, extra: int) -> Tensor | None:
+    def _mask(
+        self,
+        q: Tensor,
+        keys: int,
+        padding: Tensor | None,
+        attn: Tensor | None,
+        extra: int,
+    ) -> Tensor | None:
         """Both masks as one additive tensor that broadcasts to (R, h, L, S)."""
         total: Tensor | None = None
         if attn is not None:
@@ -139,13 +195,19 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (
+            t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v)
+        )
         dropout = self.dropout if self.training else 0.0
         if not need_weights:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout
+            )
             return y.transpose(1, 2).flatten(2), None
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-        weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, -1), dropout)
+        weights = F.dropout(
+            torch.softmax(scores if mask is None else scores + mask, -1), dropout
+        )
         return (weights @ v).transpose(1, 2).flatten(2), weights
 
 
@@ -155,7 +217,11 @@ def _parameters_of(layer: Any, site: str) -> tuple[Tensor, Tensor | None]:
         return layer._modules["out_proj"].weight, layer._modules["out_proj"].bias
     rows = slice(_BLOCKS[site] * layer.embed_dim, (_BLOCKS[site] + 1) * layer.embed_dim)
     packed, bias = layer._qkv_same_embed_dim, own_value(layer, "in_proj_bias")
-    weight = own_value(layer, "in_proj_weight")[rows] if packed else own_value(layer, f"{site}_proj_weight")
+    weight = (
+        own_value(layer, "in_proj_weight")[rows]
+        if packed
+        else own_value(layer, f"{site}_proj_weight")
+    )
     return weight, None if bias is None else bias[rows]
 
 

@@ -22,7 +22,9 @@ class Converted(nn.Module):
 
     plain: ClassVar[type[nn.Module]]
     posterior: nn.ModuleDict
-    bayes_copied: ClassVar[bool] = False  # whether members are copies of it as a whole, each with rows of its own
+    bayes_copied: ClassVar[bool] = (
+        False  # whether members are copies of it as a whole, each with rows of its own
+    )
     bayes_note: ClassVar[str] = ""  # what a summary should say about it
     if TYPE_CHECKING:  # a mixin reads attributes of the plain class it is mixed with
 
@@ -58,7 +60,9 @@ class Converted(nn.Module):
         at = (self.bayes_key, tuple(a.dim() for a in arrays))
         known = None if found.layout is None else found.layout.arguments.get(at)
         if known is None:
-            raise Unproven(f"{self.bayes_name} met arguments whose rows nobody has located")
+            raise Unproven(
+                f"{self.bayes_name} met arguments whose rows nobody has located"
+            )
         return known
 
     def plain_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -79,7 +83,9 @@ class Converted(nn.Module):
         key = self.bayes_key
         return self._bayes_in(passes.pass_of(key), key, args, kwargs)
 
-    def _bayes_in(self, found: Any, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _bayes_in(
+        self, found: Any, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run in a pass; a proof of rows, which takes its place, looks at what comes in instead."""
         if found.probing:
             return found.visit(self, args, kwargs)
@@ -115,9 +121,16 @@ class BayesLayer(Converted):
     # Of the weight, where `bayes_op` is one matrix along the last dimension, whatever comes before.
     bayes_out_dim: ClassVar[int | None] = None
     bayes_unbatched: int | None = None  # dimensions of an input that counts as one row
-    bayes_absorbs: ClassVar[bool] = True  # whether factors of one draw may be multiplied into the weight
-    inner_dropout: ClassVar[str] = ""  # where a rate at its attribute `dropout` acts, inside its own forward
-    read_names: ClassVar[tuple[str, ...]] = ("weight", "bias")  # what others may read past the layer's forward
+    bayes_absorbs: ClassVar[bool] = (
+        True  # whether factors of one draw may be multiplied into the weight
+    )
+    inner_dropout: ClassVar[str] = (
+        ""  # where a rate at its attribute `dropout` acts, inside its own forward
+    )
+    read_names: ClassVar[tuple[str, ...]] = (
+        "weight",
+        "bias",
+    )  # what others may read past the layer's forward
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -146,33 +159,45 @@ class BayesLayer(Converted):
         """The layer's own weight and its bias or None, whatever the pass under way."""
         own = self._parameters
         weight = own["weight"] if "weight" in own else own_value(self, "weight")
-        return weight, own["bias"] if "bias" in own else own_value(self, "bias") if has(self, "bias") else None
+        return weight, own["bias"] if "bias" in own else own_value(self, "bias") if has(
+            self, "bias"
+        ) else None
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         """The map of one site, with its present weight and bias, for inputs with rows along `batch_dim`."""
         (weight, bias), mask = self.own_affine(), self._buffers.get("weight_mask")
         op, outer, channels = self.bayes_op, self.bayes_outer, self.bayes_channel_dim
-        how: dict[str, Any] = {"absorbs": self.bayes_absorbs, "mask": mask, "out_dim": self.bayes_out_dim}
+        how: dict[str, Any] = {
+            "absorbs": self.bayes_absorbs,
+            "mask": mask,
+            "out_dim": self.bayes_out_dim,
+        }
         return LinearMap(weight, bias, op, outer, batch_dim, channels, **how)
 
     def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
         (x,) = (*args, *kwargs.values())
         return self.project_draw("weight", x)
 
-    def project_draw(self, site: str, x: Tensor, batch_dim: int | None = None, op: Op | None = None) -> Tensor:
+    def project_draw(
+        self, site: str, x: Tensor, batch_dim: int | None = None, op: Op | None = None
+    ) -> Tensor:
         """Apply this pass's draw of one site's linear map, or of one with another `op`, to inputs whose rows lie along
         `batch_dim`, or where they were located.
         """
         if batch_dim is None and x.dim() == self.bayes_unbatched:
             return self.project_draw(site, x.unsqueeze(0), 0, op).squeeze(0)
-        current, dim = passes.met_by(self.bayes_key, x) if batch_dim is None else (None, batch_dim)
+        current, dim = (
+            passes.met_by(self.bayes_key, x) if batch_dim is None else (None, batch_dim)
+        )
         linear = self.linear_map(site, dim)
         linear.current, linear.op = current, op or linear.op
         posterior: Any = self._modules["posterior"]._modules[site]  # type: ignore[union-attr]
         # Not a call of the module: nobody hooks a posterior, and a call costs as much as the product of a small layer.
         return posterior.forward(x, linear)
 
-    def write_draw(self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None) -> None:
+    def write_draw(
+        self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None
+    ) -> None:
         """Put a drawn weight and bias into a plain layer of the same type."""
         for name, value in ((site.parameter, weight), (site.bias_parameter, bias)):
             if value is not None:
@@ -183,13 +208,25 @@ class BayesLayer(Converted):
         found = passes.pass_of(self.bayes_key)
         weights = [site.parameter for site in self.sites()]
         if found is not None and name in weights and not torch.compiler.is_compiling():
-            found.met[self.bayes_key] = None  # not for its bias alone: its weight may be kept elsewhere
-            self.posteriors()[0].note = "its weight is used past the layer's own forward"
+            found.met[self.bayes_key] = (
+                None  # not for its bias alone: its weight may be kept elsewhere
+            )
+            self.posteriors()[
+                0
+            ].note = "its weight is used past the layer's own forward"
         for site in self.sites():
             posterior: Any = self.posterior[site.name]
-            if name in (site.parameter, site.bias_parameter) and posterior.has_weights and posterior.drawn == 1:
-                value = posterior.materialise(self.linear_map(site.name), 0)[name != site.parameter]
-                return value if found is None else found.hand_out(self.bayes_name, value)
+            if (
+                name in (site.parameter, site.bias_parameter)
+                and posterior.has_weights
+                and posterior.drawn == 1
+            ):
+                value = posterior.materialise(self.linear_map(site.name), 0)[
+                    name != site.parameter
+                ]
+                return (
+                    value if found is None else found.hand_out(self.bayes_name, value)
+                )
         return own_value(self, name)
 
 
@@ -198,8 +235,14 @@ def reading(name: str) -> property:
 
     def get(layer: Any) -> Any:
         value = own_value(layer, name)
-        found: Any = None if value is None or "posterior" not in layer._modules else passes.pass_of(layer.bayes_key)
-        if found is None or found.held or hasattr(value, "full_tensor"):  # FSDP2 looks for its shards
+        found: Any = (
+            None
+            if value is None or "posterior" not in layer._modules
+            else passes.pass_of(layer.bayes_key)
+        )
+        if (
+            found is None or found.held or hasattr(value, "full_tensor")
+        ):  # FSDP2 looks for its shards
             return value
         if not (found.probing or torch.compiler.is_compiling()):
             found.met[layer.bayes_key, name] = None
@@ -237,7 +280,11 @@ def made_once(make: Callable[..., Any]) -> Callable[..., Any]:
     def class_of(*arguments: Any) -> Any:
         if arguments not in made:
             cls = made[arguments] = make(*arguments)
-            cls.__reduce_ex__ = lambda module, protocol: (_empty, (class_of, arguments), module.__getstate__())
+            cls.__reduce_ex__ = lambda module, protocol: (
+                _empty,
+                (class_of, arguments),
+                module.__getstate__(),
+            )
         return made[arguments]
 
     return class_of
@@ -248,7 +295,9 @@ def _empty(class_of: Callable[..., Any], arguments: tuple[Any, ...]) -> nn.Modul
     return cls.__new__(cls)
 
 
-def mixed_class(name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> type[Any]:
+def mixed_class(
+    name: str, bases: tuple[type, ...], attributes: dict[str, Any]
+) -> type[Any]:
     """A class of mixins and, last, a plain class, whose modules can become its own: they lie in memory alike."""
     cls, module = type(name, bases, attributes), cast(Any, object.__new__(bases[-1]))
     try:
@@ -267,10 +316,16 @@ def mixed_class(name: str, bases: tuple[type, ...], attributes: dict[str, Any]) 
 @made_once
 def derive_class(parent: type[BayesLayer], plain: type[nn.Module]) -> type[BayesLayer]:
     """The class of converted layers of a type that is only met at run time, from a mixin or its parent's class."""
-    return mixed_class(f"Bayes{plain.__name__}", (parent, plain), {"plain": plain, "__module__": __name__})
+    return mixed_class(
+        f"Bayes{plain.__name__}",
+        (parent, plain),
+        {"plain": plain, "__module__": __name__},
+    )
 
 
-LAYERS: dict[type[nn.Module], type[BayesLayer]] = {}  # by plain type; every file of layers registers its own
+LAYERS: dict[
+    type[nn.Module], type[BayesLayer]
+] = {}  # by plain type; every file of layers registers its own
 Layer = TypeVar("Layer", bound=BayesLayer)
 
 
@@ -290,7 +345,9 @@ def register_layer(cls: type[Layer]) -> type[Layer]:
     return cls
 
 
-def bayes_form(mixin: type[BayesLayer], plain: type[nn.Module], **attributes: Any) -> type[BayesLayer]:
+def bayes_form(
+    mixin: type[BayesLayer], plain: type[nn.Module], **attributes: Any
+) -> type[BayesLayer]:
     """The registered class of a plain type that a mixin serves; `attributes` say what is special about it."""
     space = {"plain": plain, "__module__": mixin.__module__, **attributes}
     return register_layer(type(f"Bayes{plain.__name__}", (mixin, plain), space))

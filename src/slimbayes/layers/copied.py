@@ -44,18 +44,29 @@ class Copied(Converted):
             _warn_of_replaced(self)
         blocks = current.blocks(members)
         if blocks == 1:
-            return _call(self, members, int(current.first) % members.members, args, kwargs)
+            return _call(
+                self, members, int(current.first) % members.members, args, kwargs
+            )
         arrays = arrays_of((args, kwargs))
         if any(padded(leaf) is not leaf for leaf in arrays):
             raise Unproven("members cannot share out a packed sequence")
         ins, outs = self.located(current, arrays)
-        lines, back = _deal(current.rows, blocks, current.first, members.members, members.device)
+        lines, back = _deal(
+            current.rows, blocks, current.first, members.members, members.device
+        )
         traced = torch.compiler.is_compiling()
         used = [k for k, line in enumerate(lines) if traced or line.numel()]
         inputs = {k: _take((args, kwargs), lines[k], current.rows, ins) for k in used}
         even = traced or len({line.numel() for line in lines}) == 1
-        alone = current.layout.stateful or _needs_loop(self, members)  # what a call leaves in a module, vmap loses
-        if members.batched and even and not alone and all(d == 0 for d in (*ins, *outs)):
+        alone = current.layout.stateful or _needs_loop(
+            self, members
+        )  # what a call leaves in a module, vmap loses
+        if (
+            members.batched
+            and even
+            and not alone
+            and all(d == 0 for d in (*ins, *outs))
+        ):
             outputs = _batched(self, members, list(inputs.values()))
         else:
             outputs = [_call(self, members, k, *one) for k, one in inputs.items()]
@@ -72,7 +83,11 @@ class Copied(Converted):
             return self._parameters[name]
         found.met[members.key] = None
         index = int(found.first) % members.members
-        return members.others[index - 1].get_parameter(name) if index else self._parameters[name]
+        return (
+            members.others[index - 1].get_parameter(name)
+            if index
+            else self._parameters[name]
+        )
 
 
 class _Hidden:
@@ -81,7 +96,9 @@ class _Hidden:
     _modules: dict[str, Any]
 
     def __iter__(self) -> Any:
-        return iter([module for name, module in self._modules.items() if name != "posterior"])
+        return iter(
+            [module for name, module in self._modules.items() if name != "posterior"]
+        )
 
     def __len__(self) -> int:
         return len(self._modules) - ("posterior" in self._modules)
@@ -90,9 +107,17 @@ class _Hidden:
 @made_once
 def copied_class(plain: type[nn.Module], names: tuple[str, ...]) -> type[Converted]:
     """The class of copied modules of one type, with parameters of these names."""
-    bases = (Copied, _Hidden, plain) if issubclass(plain, (nn.Sequential, nn.ModuleList)) else (Copied, plain)
+    bases = (
+        (Copied, _Hidden, plain)
+        if issubclass(plain, (nn.Sequential, nn.ModuleList))
+        else (Copied, plain)
+    )
     attributes = {"plain": plain, "__module__": __name__} | wrap_methods(plain, _method)
-    return mixed_class(f"Copied{plain.__name__}", bases, attributes | {name: reading(name) for name in names})
+    return mixed_class(
+        f"Copied{plain.__name__}",
+        bases,
+        attributes | {name: reading(name) for name in names},
+    )
 
 
 def _method(module: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -101,28 +126,53 @@ def _method(module: Any, name: str, args: Any, kwargs: Any) -> Any:
     """
     members = module.posterior["members"]
     arrays, found = arrays_of((args, kwargs)), passes.pass_of(members.key)
-    if found is not None and not (found.held or found.probing or torch.compiler.is_compiling()):
+    if found is not None and not (
+        found.held or found.probing or torch.compiler.is_compiling()
+    ):
         found.drawn_yet, found.met[members.key] = True, None
         if found.blocks(members) > 1:
-            raise Unproven(f"{module.bayes_name}.{name} is called, beside its forward or instead of it")
-        return _call(module, members, int(found.first) % members.members, args, kwargs, method=name)
+            raise Unproven(
+                f"{module.bayes_name}.{name} is called, beside its forward or instead of it"
+            )
+        return _call(
+            module,
+            members,
+            int(found.first) % members.members,
+            args,
+            kwargs,
+            method=name,
+        )
     if (found is not None and not found.held) or not arrays or members.members == 1:
         return _call(module, members, 0, args, kwargs, method=name)
     rows = arrays[0].shape[0]
     first = noise.random_member(members.device) if found is None else found.first
     if runs_later(module.plain, name):  # there is nothing to join yet
-        return _call(module, members, int(first) % members.members, args, kwargs, method=name)
+        return _call(
+            module, members, int(first) % members.members, args, kwargs, method=name
+        )
     blocks = members.members if found is None or found.draws is None else found.draws
     lines, back = _deal(rows, blocks, first, members.members, members.device)
-    dims = tuple(0 if isinstance(a, Tensor) and a.dim() and a.shape[0] == rows else None for a in arrays)
-    taken = {k: _take((args, kwargs), line, rows, dims) for k, line in enumerate(lines) if line.numel()}
-    outputs = _even([_call(module, members, k, a, b, name) for k, (a, b) in taken.items()], _padding(module))
+    dims = tuple(
+        0 if isinstance(a, Tensor) and a.dim() and a.shape[0] == rows else None
+        for a in arrays
+    )
+    taken = {
+        k: _take((args, kwargs), line, rows, dims)
+        for k, line in enumerate(lines)
+        if line.numel()
+    }
+    outputs = _even(
+        [_call(module, members, k, a, b, name) for k, (a, b) in taken.items()],
+        _padding(module),
+    )
     return _join(outputs, back, rows, tuple(0 for _ in arrays_of(outputs[0])))
 
 
 def _padding(module: Any) -> int:
     """What fills up sequences of members that ended earlier."""
-    config = getattr(module, "generation_config", None) or getattr(module, "config", None)
+    config = getattr(module, "generation_config", None) or getattr(
+        module, "config", None
+    )
     found = getattr(config, "pad_token_id", None)
     found = getattr(config, "eos_token_id", None) if found is None else found
     return int(found[0] if isinstance(found, (list, tuple)) else found or 0)
@@ -133,10 +183,20 @@ def _even(outputs: list[Any], padding: int) -> list[Any]:
     if not all(isinstance(out, Tensor) and out.dim() == 2 for out in outputs):
         return outputs
     longest = max(out.shape[1] for out in outputs)
-    return [nn.functional.pad(out, (0, longest - out.shape[1]), value=padding) for out in outputs]
+    return [
+        nn.functional.pad(out, (0, longest - out.shape[1]), value=padding)
+        for out in outputs
+    ]
 
 
-def _call(module: Any, members: Any, index: int, args: Any, kwargs: Any, method: str | None = None) -> Any:
+def _call(
+    module: Any,
+    members: Any,
+    index: int,
+    args: Any,
+    kwargs: Any,
+    method: str | None = None,
+) -> Any:
     if index:
         other = members.others[index - 1]
         if method is None and _hooked(module) & _hooked(other):
@@ -154,7 +214,12 @@ def _call(module: Any, members: Any, index: int, args: Any, kwargs: Any, method:
 
 def _hooked(module: Any) -> set[int]:
     """Numbers of the hooks on a module itself."""
-    return {*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks, *module._backward_pre_hooks}
+    return {
+        *module._forward_hooks,
+        *module._forward_pre_hooks,
+        *module._backward_hooks,
+        *module._backward_pre_hooks,
+    }
 
 
 @contextmanager
@@ -162,14 +227,23 @@ def _as_it_was(module: Any) -> Iterator[Any]:
     """The module in its plain class, without the posterior among its children: one that shares all it holds with the
     module, which other threads call meanwhile. What the call sets on it, or takes away, is on the module, too.
     """
-    own, children = module.__dict__, {n: child for n, child in module._modules.items() if n != "posterior"}
+    own, children = (
+        module.__dict__,
+        {n: child for n, child in module._modules.items() if n != "posterior"},
+    )
     before, born = own | {"_modules": children}, dict(children)
     plain = object.__new__(module.plain)
     plain.__dict__.update(before)
     try:
         yield plain
     finally:
-        own.update({n: value for n, value in plain.__dict__.items() if n not in before or before[n] is not value})
+        own.update(
+            {
+                n: value
+                for n, value in plain.__dict__.items()
+                if n not in before or before[n] is not value
+            }
+        )
         for name in before.keys() - plain.__dict__.keys():
             own.pop(name, None)
         for name in {n for n in born | children if born.get(n) is not children.get(n)}:
@@ -187,8 +261,15 @@ def _needs_loop(module: Any, members: Any) -> bool:
 def _batched(module: Any, members: Any, inputs: list[Any]) -> list[Any]:
     """All members at once, each with its own inputs of equal size."""
     others = members.others
-    own = {n: t for n, t in (*module.named_parameters(), *module.named_buffers()) if not n.startswith("posterior.")}
-    states = [own, *({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in others)]
+    own = {
+        n: t
+        for n, t in (*module.named_parameters(), *module.named_buffers())
+        if not n.startswith("posterior.")
+    }
+    states = [
+        own,
+        *({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in others),
+    ]
     stacked = {name: torch.stack([state[name] for state in states]) for name in own}
     leaves = [pytree.tree_flatten(one) for one in inputs]
     tensors = [i for i, leaf in enumerate(leaves[0][0]) if isinstance(leaf, Tensor)]
@@ -202,13 +283,19 @@ def _batched(module: Any, members: Any, inputs: list[Any]) -> list[Any]:
         return functional_call(others[0], state, args, kwargs)
 
     outputs = torch.vmap(run, randomness="different")(stacked, *together)
-    return [pytree.tree_map(lambda leaf, k=k: leaf[k], outputs) for k in range(len(states))]
+    return [
+        pytree.tree_map(lambda leaf, k=k: leaf[k], outputs) for k in range(len(states))
+    ]
 
 
-def _deal(rows: int, blocks: int, first: Any, members: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
+def _deal(
+    rows: int, blocks: int, first: Any, members: int, device: torch.device
+) -> tuple[list[Tensor], Tensor]:
     """Row numbers of each member, and where among the outputs of all members each row's lies, (R,)."""
     member = (block_of_row(rows, blocks, device) + first) % members
-    order = torch.argsort(member * rows + torch.arange(rows, device=device))  # stable, which ONNX has no word for
+    order = torch.argsort(
+        member * rows + torch.arange(rows, device=device)
+    )  # stable, which ONNX has no word for
     back = torch.empty_like(order).scatter(0, order, torch.arange(rows, device=device))
     if not torch.compiler.is_compiling():
         if rows % blocks == 0 and blocks % members == 0:
@@ -216,9 +303,13 @@ def _deal(rows: int, blocks: int, first: Any, members: int, device: torch.device
         return list(order.split(member.bincount(minlength=members).tolist())), back
     # Sizes that depend on data cannot be compiled: shorter blocks are filled up with a neighbour's row, and not used.
     most = -(-rows // blocks) * (blocks // members)
-    count = torch.zeros(members, dtype=torch.long, device=device).index_add(0, member, torch.ones_like(member))
+    count = torch.zeros(members, dtype=torch.long, device=device).index_add(
+        0, member, torch.ones_like(member)
+    )
     start = count.cumsum(0) - count
-    index = order[(start.unsqueeze(1) + torch.arange(most, device=device)).clamp_max(rows - 1)]
+    index = order[
+        (start.unsqueeze(1) + torch.arange(most, device=device)).clamp_max(rows - 1)
+    ]
     return list(index.unbind(0)), member * most + (back - start[member])
 
 
@@ -246,7 +337,9 @@ def _select(x: Tensor, dim: int, rows: int, line: Tensor) -> Tensor:
         return x.index_select(dim, line)
     each = x.shape[dim] // rows
     if x.shape[dim] != rows * each:
-        raise Unproven(f"{rows} rows have {x.shape[dim]} entries among them, which cannot be dealt out to members")
+        raise Unproven(
+            f"{rows} rows have {x.shape[dim]} entries among them, which cannot be dealt out to members"
+        )
     return x.unflatten(dim, (rows, each)).index_select(dim, line).flatten(dim, dim + 1)
 
 
@@ -258,7 +351,9 @@ def _join(outputs: list[Any], back: Tensor, total: int, dims: Any) -> Any:
         if not isinstance(leaves[0], Tensor):
             if is_cache(leaves[0]):
                 return NotJoined(leaves)
-            if not all_same(leaves) and (attributes_of(leaves[0]) or isinstance(leaves[0], (int, float, str))):
+            if not all_same(leaves) and (
+                attributes_of(leaves[0]) or isinstance(leaves[0], (int, float, str))
+            ):
                 raise ValueError(
                     f"Each member returns a {type(leaves[0]).__name__} for its rows, which nobody can join: return "
                     f"tensors, or ask one member, select(model, [k])."
@@ -269,8 +364,12 @@ def _join(outputs: list[Any], back: Tensor, total: int, dims: Any) -> Any:
         if dim is None:
             return leaves[0]
         sizes = {(*leaf.shape[:dim], *leaf.shape[dim + 1 :]) for leaf in leaves}
-        if len(sizes) > 1 and not torch.compiler.is_compiling():  # padded to the longest of a member's rows
-            raise Unproven(f"members give outputs of other sizes for their rows than for all, {sorted(sizes)[:3]}")
+        if (
+            len(sizes) > 1 and not torch.compiler.is_compiling()
+        ):  # padded to the longest of a member's rows
+            raise Unproven(
+                f"members give outputs of other sizes for their rows than for all, {sorted(sizes)[:3]}"
+            )
         return _select(torch.cat(leaves, dim), dim, total, back)
 
     return tree_map(join, *outputs)
@@ -287,7 +386,12 @@ def parts_of(module: nn.Module) -> Iterator[nn.Module]:
 def _warn_of_replaced(module: Any) -> None:
     """Say that a part of member 0 alone was replaced."""
     new = next(
-        (m for m in parts_of(module) if OF_MEMBER_0 not in m.__dict__ and next(m.parameters(), None) is not None), None
+        (
+            m
+            for m in parts_of(module)
+            if OF_MEMBER_0 not in m.__dict__ and next(m.parameters(), None) is not None
+        ),
+        None,
     )
     if new is not None:
         warnings.warn(

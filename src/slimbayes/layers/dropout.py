@@ -32,20 +32,35 @@ class BayesDropLayer(BayesLayer):
         return x
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
-        return LinearMap(torch.empty(0), None, self.bayes_op, torch.mul, batch_dim, self.bayes_channel_dim)
+        return LinearMap(
+            torch.empty(0),
+            None,
+            self.bayes_op,
+            torch.mul,
+            batch_dim,
+            self.bayes_channel_dim,
+        )
 
     def bayes_forward(self, input: Tensor) -> Tensor:
         return self.project_draw("units", input)
 
 
-BayesDropout = bayes_form(BayesDropLayer, nn.Dropout)  # any shape; every element is dropped on its own
+BayesDropout = bayes_form(
+    BayesDropLayer, nn.Dropout
+)  # any shape; every element is dropped on its own
 # Whole channels of (R, C, ...) are dropped.
-BayesDropout1d = bayes_form(BayesDropLayer, nn.Dropout1d, unit="channel", bayes_unbatched=2)
+BayesDropout1d = bayes_form(
+    BayesDropLayer, nn.Dropout1d, unit="channel", bayes_unbatched=2
+)
 BayesDropout2d = bayes_form(BayesDropLayer, nn.Dropout2d, unit="channel")
-BayesDropout3d = bayes_form(BayesDropLayer, nn.Dropout3d, unit="channel", bayes_unbatched=4)
+BayesDropout3d = bayes_form(
+    BayesDropLayer, nn.Dropout3d, unit="channel", bayes_unbatched=4
+)
 # What is dropped gets SELU's negative limit, and mean and variance are kept.
 BayesAlphaDropout = bayes_form(BayesDropLayer, nn.AlphaDropout, selu=True)
-BayesFeatureAlphaDropout = bayes_form(BayesDropLayer, nn.FeatureAlphaDropout, selu=True, unit="channel")
+BayesFeatureAlphaDropout = bayes_form(
+    BayesDropLayer, nn.FeatureAlphaDropout, selu=True, unit="channel"
+)
 
 
 def functional_dropout(model: nn.Module) -> dict[str, str]:
@@ -82,7 +97,13 @@ def _dropout_calls(cls: type[nn.Module]) -> list[str]:
         last = name.rsplit(".", 1)[-1]
         own = name.startswith("self.")  # a submodule: a dropout layer is found as such
         plain = re.fullmatch(r"dropout([123]d|_)?|(feature_)?alpha_dropout", last)
-        attends = last == "scaled_dot_product_attention" and len(node.args) > 4  # the fifth is dropout_p
-        if not own and (plain or attends or any(k.arg in ("dropout_p", "dropout") for k in node.keywords)):
+        attends = (
+            last == "scaled_dot_product_attention" and len(node.args) > 4
+        )  # the fifth is dropout_p
+        if not own and (
+            plain
+            or attends
+            or any(k.arg in ("dropout_p", "dropout") for k in node.keywords)
+        ):
             calls.append(name)
     return list(dict.fromkeys(calls))

@@ -21,23 +21,42 @@ from slimbayes.layers.site import Site, own_value, table_outer
 class LookupMap(LinearMap):
     """Rows of a table: the input factor of a word acts on that word's vector."""
 
-    def _batched(self, x: Tensor, weights: Tensor, biases: Tensor | None, batch_dim: int) -> Tensor:
+    def _batched(
+        self, x: Tensor, weights: Tensor, biases: Tensor | None, batch_dim: int
+    ) -> Tensor:
         y = super()._batched(x, weights, biases, batch_dim)
         if self.mask is None:
             return y
-        moves = self.mask.bool()[x]  # vmap forgets the padding word, which is not to learn
+        moves = self.mask.bool()[
+            x
+        ]  # vmap forgets the padding word, which is not to learn
         return torch.where(moves, y, y.detach())
 
     def squared(self, x: Tensor) -> Tensor:
         return x  # a lookup has weight one
 
     def modulated(  # a table has no bias
-        self, combine: Any, x: Tensor, s: Any, r: Any, current: Pass, weights: Given = None, bias: Given = None
+        self,
+        combine: Any,
+        x: Tensor,
+        s: Any,
+        r: Any,
+        current: Pass,
+        weights: Given = None,
+        bias: Given = None,
     ) -> Tensor:
-        rows, dim = spread(x, current.rows, self.batch_dim) if s.shape[0] > 1 else (x, 0)
+        rows, dim = (
+            spread(x, current.rows, self.batch_dim) if s.shape[0] > 1 else (x, 0)
+        )
         rows = rows.movedim(dim, 0)
-        words = per_row(s, rows.shape[0], current).gather(1, rows.reshape(rows.shape[0], -1)).view(rows.shape)
-        if self.mask is not None and combine is operator.add:  # a shift of what must stay is none
+        words = (
+            per_row(s, rows.shape[0], current)
+            .gather(1, rows.reshape(rows.shape[0], -1))
+            .view(rows.shape)
+        )
+        if (
+            self.mask is not None and combine is operator.add
+        ):  # a shift of what must stay is none
             words = words * self.mask[:, 0].to(words.dtype)[rows]
         y = self.apply(x, weights, current)
         y = combine(y, words.movedim(0, dim).unsqueeze(-1).to(y.dtype))
@@ -50,11 +69,27 @@ class _BayesTable(BayesLayer):
 
     @classmethod
     def refuse(cls, layer: Any) -> str | None:
-        return "max_norm rewrites the table in place during lookup" if layer.max_norm is not None else None
+        return (
+            "max_norm rewrites the table in place during lookup"
+            if layer.max_norm is not None
+            else None
+        )
 
     def sites(self) -> list[Site]:
         words, channels = own_value(self, "weight").shape
-        return [Site("weight", words, channels, False, "weight", (words, channels), 1, self.positions, "table")]
+        return [
+            Site(
+                "weight",
+                words,
+                channels,
+                False,
+                "weight",
+                (words, channels),
+                1,
+                self.positions,
+                "table",
+            )
+        ]
 
 
 @register_layer
@@ -68,13 +103,26 @@ class BayesEmbedding(_BayesTable, nn.Embedding):
     bayes_unbatched = 0
 
     def bayes_op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        sparse = self.sparse and weight is self._parameters.get("weight")  # what a draw is made of takes none
-        return F.embedding(x, weight, self.padding_idx, None, 2.0, self.scale_grad_by_freq, sparse)
+        sparse = self.sparse and weight is self._parameters.get(
+            "weight"
+        )  # what a draw is made of takes none
+        return F.embedding(
+            x, weight, self.padding_idx, None, 2.0, self.scale_grad_by_freq, sparse
+        )
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         weight = own_value(self, "weight")
         mask = words_that_move(self.padding_idx, weight)
-        return LookupMap(weight, None, self.bayes_op, table_outer, batch_dim, -1, absorbs=False, mask=mask)
+        return LookupMap(
+            weight,
+            None,
+            self.bayes_op,
+            table_outer,
+            batch_dim,
+            -1,
+            absorbs=False,
+            mask=mask,
+        )
 
 
 def words_that_move(padding: int | None, weight: Tensor) -> Tensor | None:
@@ -98,27 +146,65 @@ class BagMap(LinearMap):
         """The vector of each entry, before the bags are reduced."""
         if weights is None or weights.shape[0] == 1:
             weight = self.weight if weights is None else weights[0]
-            return F.embedding(x, weight, None, None, 2.0, self.layer.scale_grad_by_freq)
-        return weights[line_of_row(weights.shape[0], self.bags, current, x.device)[self.bag], x]
+            return F.embedding(
+                x, weight, None, None, 2.0, self.layer.scale_grad_by_freq
+            )
+        return weights[
+            line_of_row(weights.shape[0], self.bags, current, x.device)[self.bag], x
+        ]
 
-    def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
+    def blocks(
+        self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass
+    ) -> Tensor:
         return self.reduce(self.apply(x, weights, current), x)
 
     def modulated(  # a table has no bias
-        self, combine: Any, x: Tensor, s: Any, r: Any, current: Pass, weights: Given = None, bias: Given = None
+        self,
+        combine: Any,
+        x: Tensor,
+        s: Any,
+        r: Any,
+        current: Pass,
+        weights: Given = None,
+        bias: Given = None,
     ) -> Tensor:
         return self.reduce(self._vectors(combine, x, s, r, current, weights), x)
 
-    def averaged(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass, bias: Given = None) -> Tensor:
+    def averaged(
+        self,
+        combine: Any,
+        x: Tensor,
+        s: Tensor,
+        r: Tensor,
+        current: Pass,
+        bias: Given = None,
+    ) -> Tensor:
         # A maximum does not commute with the mean over products either.
-        products = [self._vectors(combine, x, s[:, j], r[:, j], current, None) for j in range(s.shape[1])]
+        products = [
+            self._vectors(combine, x, s[:, j], r[:, j], current, None)
+            for j in range(s.shape[1])
+        ]
         return self.reduce(torch.stack(products).mean(0), x)
 
-    def _vectors(self, combine: Any, x: Tensor, s: Tensor, r: Given, current: Pass, weights: Given) -> Tensor:
+    def _vectors(
+        self,
+        combine: Any,
+        x: Tensor,
+        s: Tensor,
+        r: Given,
+        current: Pass,
+        weights: Given,
+    ) -> Tensor:
         vectors = self.apply(x, weights, current)
         words = per_row(s, self.bags, current)[self.bag, x]
         vectors = combine(vectors, words.unsqueeze(-1).to(vectors.dtype))
-        return vectors if r is None else combine(vectors, per_row(r, self.bags, current)[self.bag].to(vectors.dtype))
+        return (
+            vectors
+            if r is None
+            else combine(
+                vectors, per_row(r, self.bags, current)[self.bag].to(vectors.dtype)
+            )
+        )
 
     def reduce(self, vectors: Tensor, x: Tensor) -> Tensor:
         bag = self.bag
@@ -133,7 +219,9 @@ class BagMap(LinearMap):
             return out.scatter_reduce(0, index, vectors, "amax", include_self=False)
         out = out.index_add(0, bag, vectors)
         if self.layer.mode == "mean":
-            count = out.new_zeros(self.bags).index_add(0, bag, torch.ones_like(vectors[:, 0]))
+            count = out.new_zeros(self.bags).index_add(
+                0, bag, torch.ones_like(vectors[:, 0])
+            )
             out = out / count.clamp_min(1).unsqueeze(-1)
         return out
 
@@ -154,21 +242,51 @@ class BayesEmbeddingBag(_BayesTable, nn.EmbeddingBag):
     def linear_map(self, site: str, batch_dim: int = 0) -> BagMap:
         weight = own_value(self, "weight")
         mask = words_that_move(self.padding_idx, weight)
-        linear = BagMap(weight, None, self.bayes_op, table_outer, 0, -1, absorbs=False, mask=mask, layer=self)
+        linear = BagMap(
+            weight,
+            None,
+            self.bayes_op,
+            table_outer,
+            0,
+            -1,
+            absorbs=False,
+            mask=mask,
+            layer=self,
+        )
         scaled = self.scale_grad_by_freq
-        linear.op = lambda x, weight, bias: linear.reduce(F.embedding(x, weight, None, None, 2.0, scaled), x)
+        linear.op = lambda x, weight, bias: linear.reduce(
+            F.embedding(x, weight, None, None, 2.0, scaled), x
+        )
         return linear
 
     def bayes_forward(
-        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         linear = self.linear_map("weight")
-        linear.bags = input.shape[0] if offsets is None else offsets.shape[0] - int(self.include_last_offset)
+        linear.bags = (
+            input.shape[0]
+            if offsets is None
+            else offsets.shape[0] - int(self.include_last_offset)
+        )
         if input.dim() == 2:
-            linear.bag = torch.arange(linear.bags, device=input.device).repeat_interleave(input.shape[1])
+            linear.bag = torch.arange(
+                linear.bags, device=input.device
+            ).repeat_interleave(input.shape[1])
         else:
             assert offsets is not None
             starts = offsets[: linear.bags].contiguous()
-            linear.bag = torch.searchsorted(starts, torch.arange(input.shape[0], device=input.device), right=True) - 1
-        linear.sample_weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
+            linear.bag = (
+                torch.searchsorted(
+                    starts,
+                    torch.arange(input.shape[0], device=input.device),
+                    right=True,
+                )
+                - 1
+            )
+        linear.sample_weights = (
+            None if per_sample_weights is None else per_sample_weights.reshape(-1)
+        )
         return self.posterior["weight"](input.reshape(-1), linear)

@@ -34,7 +34,16 @@ class BayesLinear(BayesLayer, nn.Linear):
 
     def sites(self) -> list[Site]:
         shape = (self.out_features, self.in_features)
-        return [Site("weight", self.in_features, self.out_features, has(self, "bias"), "weight", shape)]
+        return [
+            Site(
+                "weight",
+                self.in_features,
+                self.out_features,
+                has(self, "bias"),
+                "weight",
+                shape,
+            )
+        ]
 
     @classmethod
     def may_hold_rows(cls, dim: int, ndim: int) -> bool:
@@ -54,7 +63,9 @@ class StoredInOut(BayesLayer):
     def bayes_op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if bias is None:
             return x @ weight
-        return torch.addmm(bias, x.reshape(-1, x.size(-1)), weight).view(*x.shape[:-1], weight.shape[1])
+        return torch.addmm(bias, x.reshape(-1, x.size(-1)), weight).view(
+            *x.shape[:-1], weight.shape[1]
+        )
 
     def bayes_outer(self, r: Tensor, s: Tensor) -> Tensor:
         return table_outer(r, s)
@@ -72,7 +83,17 @@ class Quantised(BayesLayer):
 
     def sites(self) -> list[Site]:
         n_in, n_out = self.in_features, self.out_features
-        return [Site("weight", n_in, n_out, has(self, "bias"), "weight", (n_out, n_in), kind="quantised")]
+        return [
+            Site(
+                "weight",
+                n_in,
+                n_out,
+                has(self, "bias"),
+                "weight",
+                (n_out, n_in),
+                kind="quantised",
+            )
+        ]
 
     def bayes_op(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         own, y = self._parameters.get("bias"), self.plain.forward(self, x)
@@ -83,7 +104,11 @@ class Quantised(BayesLayer):
 def is_quantised(layer: nn.Module) -> bool:
     """Whether a linear layer stores integers."""
     weight = layer._parameters.get("weight")
-    return isinstance(layer, nn.Linear) and weight is not None and not weight.is_floating_point()
+    return (
+        isinstance(layer, nn.Linear)
+        and weight is not None
+        and not weight.is_floating_point()
+    )
 
 
 class _BayesConv(BayesLayer):
@@ -93,7 +118,18 @@ class _BayesConv(BayesLayer):
 
     def sites(self) -> list[Site]:
         shape, bias = tuple(own_value(self, "weight").shape), has(self, "bias")
-        return [Site("weight", self.in_channels, self.out_channels, bias, "weight", shape, self.out_dim, "many")]
+        return [
+            Site(
+                "weight",
+                self.in_channels,
+                self.out_channels,
+                bias,
+                "weight",
+                shape,
+                self.out_dim,
+                "many",
+            )
+        ]
 
     @classmethod
     def may_hold_rows(cls, dim: int, ndim: int) -> bool:
@@ -116,9 +152,22 @@ class _BayesConv(BayesLayer):
 class _BayesTransposed(_BayesConv):
     out_dim = 1
 
-    def _op(self, x: Tensor, weight: Tensor, bias: Tensor | None, output_padding: Any) -> Tensor:
-        conv: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[self.spatial - 1]
-        return conv(x, weight, bias, self.stride, self.padding, output_padding, self.groups, self.dilation)
+    def _op(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, output_padding: Any
+    ) -> Tensor:
+        conv: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[
+            self.spatial - 1
+        ]
+        return conv(
+            x,
+            weight,
+            bias,
+            self.stride,
+            self.padding,
+            output_padding,
+            self.groups,
+            self.dilation,
+        )
 
     def bayes_op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self._op(x, weight, bias, self.output_padding)
@@ -132,15 +181,29 @@ class _BayesTransposed(_BayesConv):
     def bayes_forward(self, input: Tensor, output_size: Any = None) -> Tensor:
         if output_size is None:
             return super().bayes_forward(input)
-        sizes = (self.stride, self.padding, self.kernel_size, self.spatial, self.dilation)
+        sizes = (
+            self.stride,
+            self.padding,
+            self.kernel_size,
+            self.spatial,
+            self.dilation,
+        )
         padding = self._output_padding(input, output_size, *sizes)
-        return self.project_draw("weight", input, op=lambda x, weight, bias: self._op(x, weight, bias, padding))
+        return self.project_draw(
+            "weight",
+            input,
+            op=lambda x, weight, bias: self._op(x, weight, bias, padding),
+        )
 
 
 # An input without a row dimension counts as one row.
 BayesConv1d = bayes_form(_BayesConv, nn.Conv1d, spatial=1)  # (R, in, L) -> (R, out, L')
-BayesConv2d = bayes_form(_BayesConv, nn.Conv2d, spatial=2)  # (R, in, H, W) -> (R, out, H', W')
-BayesConv3d = bayes_form(_BayesConv, nn.Conv3d, spatial=3)  # (R, in, D, H, W) -> (R, out, D', H', W')
+BayesConv2d = bayes_form(
+    _BayesConv, nn.Conv2d, spatial=2
+)  # (R, in, H, W) -> (R, out, H', W')
+BayesConv3d = bayes_form(
+    _BayesConv, nn.Conv3d, spatial=3
+)  # (R, in, D, H, W) -> (R, out, D', H', W')
 BayesConvTranspose1d = bayes_form(_BayesTransposed, nn.ConvTranspose1d, spatial=1)
 BayesConvTranspose2d = bayes_form(_BayesTransposed, nn.ConvTranspose2d, spatial=2)
 BayesConvTranspose3d = bayes_form(_BayesTransposed, nn.ConvTranspose3d, spatial=3)

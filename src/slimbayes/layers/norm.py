@@ -20,7 +20,9 @@ from slimbayes.engine.rows import LinearMap, Op, apply_rows
 from slimbayes.layers.base import BayesLayer, bayes_form, register_layer
 from slimbayes.layers.site import Site, has, own_value
 
-LARGE = 2**16  # from so many activations on, a pass over them costs more than a few operations on their channels
+LARGE = (
+    2**16
+)  # from so many activations on, a pass over them costs more than a few operations on their channels
 
 
 @dataclass
@@ -32,11 +34,17 @@ class NormMap(LinearMap):
 
     known: Callable[[Tensor], tuple[Tensor, Tensor] | None] = lambda x: None
 
-    def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
+    def blocks(
+        self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass
+    ) -> Tensor:
         if weights.shape[0] == 1:
-            return self.op(x, weights.squeeze(0), None if biases is None else biases.squeeze(0))
+            return self.op(
+                x, weights.squeeze(0), None if biases is None else biases.squeeze(0)
+            )
         plain: Any = self.op
-        known = self.known(x) if x.numel() >= LARGE and x.dtype == weights.dtype else None
+        known = (
+            self.known(x) if x.numel() >= LARGE and x.dtype == weights.dtype else None
+        )
         if known is None:
             y = plain(x, None, None)
         else:
@@ -44,17 +52,23 @@ class NormMap(LinearMap):
             shift = weights * known[0]
             biases = -shift if biases is None else biases - shift
         shape, tail = y.shape, weights.dim() - 1
-        if tail > 1:  # a LayerNorm over several dimensions: its elements are the channels
+        if (
+            tail > 1
+        ):  # a LayerNorm over several dimensions: its elements are the channels
             y, weights = y.flatten(-tail), weights.flatten(1)
             biases = None if biases is None else biases.flatten(1)
-        y = apply_rows(operator.mul, y, weights, current, self.batch_dim, self.channel_dim, biases)
+        y = apply_rows(
+            operator.mul, y, weights, current, self.batch_dim, self.channel_dim, biases
+        )
         return y.unflatten(-1, shape[-tail:]) if tail > 1 else y
 
 
 @lru_cache(maxsize=256)
 def _site(shape: tuple[int, ...], bias: bool) -> Site:
     size = math.prod(shape)
-    return Site("weight", size, size, bias, "weight", shape, positions="many", kind="norm")
+    return Site(
+        "weight", size, size, bias, "weight", shape, positions="many", kind="norm"
+    )
 
 
 class BayesNorm(BayesLayer):
@@ -76,19 +90,29 @@ class BayesNorm(BayesLayer):
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         weight, bias = self.own_affine()
         return NormMap(
-            weight, bias, self.bayes_op, torch.mul, batch_dim, self.bayes_channel_dim, known=self.bayes_known
+            weight,
+            bias,
+            self.bayes_op,
+            torch.mul,
+            batch_dim,
+            self.bayes_channel_dim,
+            known=self.bayes_known,
         )
 
     def bayes_known(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
         """Mean and one over the standard deviation of each channel (C,), where they do not depend on the input."""
         return None
 
-    def project_draw(self, site: str, x: Tensor, batch_dim: int | None = None, op: Op | None = None) -> Tensor:
+    def project_draw(
+        self, site: str, x: Tensor, batch_dim: int | None = None, op: Op | None = None
+    ) -> Tensor:
         posterior: Any = self._modules["posterior"]._modules[site]  # type: ignore[union-attr]
         served = None if x.dim() == self.bayes_unbatched else posterior.served()
         if served is None:
             return super().project_draw(site, x, batch_dim, op)
-        return self.bayes_op(x, *served)  # wherever rows lie: torch's own kernel takes the drawn scale and bias
+        return self.bayes_op(
+            x, *served
+        )  # wherever rows lie: torch's own kernel takes the drawn scale and bias
 
 
 class _BatchNorm(BayesNorm):
@@ -99,18 +123,35 @@ class _BatchNorm(BayesNorm):
         training, momentum = self.training, self.momentum
         kept = not training or self.track_running_stats
         own = self._buffers  # quicker than attributes of a module are
-        mean, variance = (own["running_mean"], own["running_var"]) if kept else (None, None)
+        mean, variance = (
+            (own["running_mean"], own["running_var"]) if kept else (None, None)
+        )
         seen = own["num_batches_tracked"] if training and kept else None
         if seen is not None:
             seen.add_(1)
         if momentum is None:  # a cumulative average
             momentum = 0.0 if seen is None else 1.0 / float(seen)
-        return F.batch_norm(x, mean, variance, weight, bias, training or mean is None, momentum, self.eps)
+        return F.batch_norm(
+            x,
+            mean,
+            variance,
+            weight,
+            bias,
+            training or mean is None,
+            momentum,
+            self.eps,
+        )
 
     def bayes_known(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
         self._check_input_dim(x)
         mean, exact = self.running_mean, x.dtype in (torch.float32, torch.float64)
-        if self.training or mean is None or mean.dtype != x.dtype or x.shape[1:2] != mean.shape or not exact:
+        if (
+            self.training
+            or mean is None
+            or mean.dtype != x.dtype
+            or x.shape[1:2] != mean.shape
+            or not exact
+        ):
             return None  # in half precision a large mean would take the place of what is left without it
         return mean, (self.running_var + self.eps).rsqrt()
 
@@ -126,7 +167,16 @@ class _InstanceNorm(BayesNorm):
     def bayes_op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         momentum = 0.0 if self.momentum is None else self.momentum
         batch = self.training or not self.track_running_stats
-        return F.instance_norm(x, self.running_mean, self.running_var, weight, bias, batch, momentum, self.eps)
+        return F.instance_norm(
+            x,
+            self.running_mean,
+            self.running_var,
+            weight,
+            bias,
+            batch,
+            momentum,
+            self.eps,
+        )
 
     @property
     def bayes_unbatched(self) -> int:  # type: ignore[override]

@@ -31,18 +31,26 @@ class Opens(nn.Module):
     plain: type[nn.Module]
 
 
-def wrap_methods(plain: type[nn.Module], run: Callable[[Any, str, Any, Any], Any]) -> dict[str, Any]:
+def wrap_methods(
+    plain: type[nn.Module], run: Callable[[Any, str, Any, Any], Any]
+) -> dict[str, Any]:
     """Public methods that a class adds to nn.Module, each calling run(module, name, args, kwargs) instead."""
     found: dict[str, Any] = {}
 
     def wrapped(name: str, value: Any) -> Any:
-        return functools.wraps(value)(lambda self, *args, **kwargs: run(self, name, args, kwargs))
+        return functools.wraps(value)(
+            lambda self, *args, **kwargs: run(self, name, args, kwargs)
+        )
 
     for cls in plain.__mro__:
         if cls in (nn.Module, object) or cls.__module__.startswith("torch.nn.modules"):
             continue
         for name, value in vars(cls).items():
-            public = not name.startswith("_") and name != "forward" and not hasattr(nn.Module, name)
+            public = (
+                not name.startswith("_")
+                and name != "forward"
+                and not hasattr(nn.Module, name)
+            )
             if public and inspect.isfunction(value) and name not in found:
                 found[name] = wrapped(name, value)
     return found
@@ -51,7 +59,11 @@ def wrap_methods(plain: type[nn.Module], run: Callable[[Any, str, Any, Any], Any
 def runs_later(plain: type[nn.Module], name: str) -> bool:
     """Whether calling a method only begins it: generators and coroutines, and what is both."""
     value = inspect.unwrap(getattr(plain, name))
-    later = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    later = (
+        inspect.isgeneratorfunction,
+        inspect.iscoroutinefunction,
+        inspect.isasyncgenfunction,
+    )
     return any(kind(value) for kind in later)
 
 
@@ -61,25 +73,47 @@ class _Uses(TorchFunctionMode):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         layers = [m for m in modules_of(module) if isinstance(m, BayesLayer)]
-        drawn = [m for m in layers if not all(p.late for p in m.posteriors())]  # those drop activations
+        drawn = [
+            m for m in layers if not all(p.late for p in m.posteriors())
+        ]  # those drop activations
         self.owners = {
-            id(p): m for m in drawn for name, p in m._parameters.items() if name in m.read_names and p is not None
+            id(p): m
+            for m in drawn
+            for name, p in m._parameters.items()
+            if name in m.read_names and p is not None
         }
         self.used: BayesLayer | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out, found = func(*args, **(kwargs or {})), passes.innermost()
-        if found is not None and found.held and isinstance(out, Tensor) and not on_trial():  # not for its type alone
+        if (
+            found is not None
+            and found.held
+            and isinstance(out, Tensor)
+            and not on_trial()
+        ):  # not for its type alone
             given = (*args, *(kwargs or {}).values())
-            self.used = self.used or next((self.owners[id(a)] for a in given if id(a) in self.owners), None)
+            self.used = self.used or next(
+                (self.owners[id(a)] for a in given if id(a) in self.owners), None
+            )
         return out
 
 
-def _look_at_first(module: Any, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+def _look_at_first(
+    module: Any, name: str, own: Callable[..., Any]
+) -> Callable[..., Any]:
     """A method that says, at its first call, whether it computes with layers' own weights."""
     seen: set[str] = module.__dict__.setdefault("_slimbayes_methods", set())
     held = passes.pass_of(first_key(module) or "")
-    if name in seen or held is None or not held.held or held.watched or torch.compiler.is_compiling():
+    if (
+        name in seen
+        or held is None
+        or not held.held
+        or held.watched
+        or torch.compiler.is_compiling()
+    ):
         return own
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -108,11 +142,19 @@ def _scoped(module: Any, name: str, args: Any, kwargs: Any) -> Any:
     later = runs_later(module.plain, name)
     scope = bare.scope_of(module, args, kwargs, whole=name == "generate" and not later)
     if scope is not None and not later:
-        return passes.run(scope, lambda: _look_at_first(module, name, own)(*args, **kwargs))
+        return passes.run(
+            scope, lambda: _look_at_first(module, name, own)(*args, **kwargs)
+        )
     begun = (own if later else _look_at_first(module, name, own))(*args, **kwargs)
     if scope is None:
         return begun
-    held = _stepwise if inspect.isgenerator(begun) else _awaited_steps if inspect.isasyncgen(begun) else _awaited
+    held = (
+        _stepwise
+        if inspect.isgenerator(begun)
+        else _awaited_steps
+        if inspect.isasyncgen(begun)
+        else _awaited
+    )
     return held(scope, begun)
 
 
@@ -161,10 +203,14 @@ def opening_class(plain: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(plain.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return calls.call_module(self, functools.partial(plain.forward, self), args, kwargs)
+        return calls.call_module(
+            self, functools.partial(plain.forward, self), args, kwargs
+        )
 
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    attributes = {"plain": plain, "forward": forward} | names | wrap_methods(plain, _scoped)
+    attributes = (
+        {"plain": plain, "forward": forward} | names | wrap_methods(plain, _scoped)
+    )
     return mixed_class(plain.__name__, (Opens, plain), attributes)
 
 
@@ -174,8 +220,15 @@ def class_before(cls: Any) -> Any:
     """
     if "plain" in cls.__dict__:
         return cls.plain
-    bases = tuple(class_before(base) if issubclass(base, (Converted, Opens)) else base for base in cls.__bases__)
-    return type(cls.__name__, bases, {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")})
+    bases = tuple(
+        class_before(base) if issubclass(base, (Converted, Opens)) else base
+        for base in cls.__bases__
+    )
+    return type(
+        cls.__name__,
+        bases,
+        {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")},
+    )
 
 
 def open_passes(model: nn.Module) -> None:
@@ -184,9 +237,14 @@ def open_passes(model: nn.Module) -> None:
     for posterior in passes.posteriors_of(model):
         posterior.conversion = number
     for module in _around(model):
-        if not isinstance(module, (Converted, Opens)) and type(module).forward is not nn.Module.forward:
+        if (
+            not isinstance(module, (Converted, Opens))
+            and type(module).forward is not nn.Module.forward
+        ):
             module.__class__ = opening_class(type(module))
-        own = module.__dict__.get("forward")  # set on the instance by somebody, it hides that of the class
+        own = module.__dict__.get(
+            "forward"
+        )  # set on the instance by somebody, it hides that of the class
         if own is not None and getattr(own, "func", None) is not _call_instance:
             module.forward = functools.partial(_call_instance, module, own)
 
@@ -215,10 +273,23 @@ def _around(model: nn.Module) -> list[nn.Module]:
 def turn_off_fast_paths(model: nn.Module) -> list[tuple[str, str, Any]]:
     """torch's fused encoder path in eval mode reads weights past our layers' forward: switch it off where it would."""
     patched = []
-    switches = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}
+    switches = {
+        nn.TransformerEncoderLayer: "activation_relu_or_gelu",
+        nn.TransformerEncoder: "use_nested_tensor",
+    }
     for name, module in model.named_modules():
-        attribute = next((a for cls, a in switches.items() if isinstance(module, cls)), None)
-        if attribute and hasattr(module, attribute) and any(isinstance(m, Converted) for m in module.modules()):
+        attribute = next(
+            (a for cls, a in switches.items() if isinstance(module, cls)), None
+        )
+        if (
+            attribute
+            and hasattr(module, attribute)
+            and any(isinstance(m, Converted) for m in module.modules())
+        ):
             patched.append((name, attribute, getattr(module, attribute)))
-            setattr(module, attribute, 0 if attribute == "activation_relu_or_gelu" else False)
+            setattr(
+                module,
+                attribute,
+                0 if attribute == "activation_relu_or_gelu" else False,
+            )
     return patched

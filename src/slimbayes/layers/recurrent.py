@@ -44,7 +44,12 @@ _STEPS: dict[str, Callable[[Tensor, Tensor, State], State]] = {
     "RNN_TANH": lambda gi, gh, state: (torch.tanh(gi + gh),),
     "RNN_RELU": lambda gi, gh, state: (torch.relu(gi + gh),),
 }
-_KERNELS: dict[str, Any] = {"LSTM": _VF.lstm, "GRU": _VF.gru, "RNN_TANH": _VF.rnn_tanh, "RNN_RELU": _VF.rnn_relu}
+_KERNELS: dict[str, Any] = {
+    "LSTM": _VF.lstm,
+    "GRU": _VF.gru,
+    "RNN_TANH": _VF.rnn_tanh,
+    "RNN_RELU": _VF.rnn_relu,
+}
 
 
 @contextmanager
@@ -54,14 +59,20 @@ def _drawn_weights(x: Tensor) -> Iterator[None]:
         yield
         return
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk", UserWarning)
+        warnings.filterwarnings(
+            "ignore",
+            "RNN module weights are not part of single contiguous chunk",
+            UserWarning,
+        )
         yield
 
 
 def _stems(layer: Any) -> list[tuple[int, bool, str]]:
     """(layer, runs backwards, suffix of its parameter names) in torch's order."""
     directions = ("", "_reverse")[: 2 if layer.bidirectional else 1]
-    return [(i, bool(d), f"_l{i}{d}") for i in range(layer.num_layers) for d in directions]
+    return [
+        (i, bool(d), f"_l{i}{d}") for i in range(layer.num_layers) for d in directions
+    ]
 
 
 def _site(layer: Any, name: str, bias: bool) -> Site:
@@ -76,7 +87,9 @@ class _Gated(BayesLayer):
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         bias = getattr(self, site.replace("weight", "bias")) if self.bias else None
-        return LinearMap(getattr(self, site), bias, F.linear, torch.outer, batch_dim, -1)
+        return LinearMap(
+            getattr(self, site), bias, F.linear, torch.outer, batch_dim, -1
+        )
 
     def _initial(self, x: Tensor, hx: Any, batched: bool, *layers: int) -> State:
         if hx is None:
@@ -97,10 +110,16 @@ class _BayesRecurrent(_Gated):
     def sites(self) -> list[Site]:
         # Only the input matrix carries the members' bias: two offsets would add up to one.
         kinds = {"ih": bool(self.bias), "hh": False}
-        return [_site(self, f"weight_{k}{stem}", bias) for _, _, stem in _stems(self) for k, bias in kinds.items()]
+        return [
+            _site(self, f"weight_{k}{stem}", bias)
+            for _, _, stem in _stems(self)
+            for k, bias in kinds.items()
+        ]
 
     def may_hold_rows(self, dim: int, ndim: int) -> bool:  # type: ignore[override]
-        return ndim == 3 and dim in ((0, 1) if self.batch_first else (1,))  # packed ones come as (time, rows, ...)
+        return ndim == 3 and dim in (
+            (0, 1) if self.batch_first else (1,)
+        )  # packed ones come as (time, rows, ...)
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         # Inside, sequences are (T, R, D) and hidden states (R, u).
@@ -115,8 +134,12 @@ class _BayesRecurrent(_Gated):
             x = input if batched else input.unsqueeze(1)
             x = x.transpose(0, 1) if self.batch_first and batched else x
         if x.shape[-1] != self.input_size:  # torch's kernels do not look
-            raise ValueError(f"inputs of width {self.input_size} (input_size) are needed, got {tuple(input.shape)}")
-        state = self._initial(x, hx, batched, self.num_layers * (2 if self.bidirectional else 1))
+            raise ValueError(
+                f"inputs of width {self.input_size} (input_size) are needed, got {tuple(input.shape)}"
+            )
+        state = self._initial(
+            x, hx, batched, self.num_layers * (2 if self.bidirectional else 1)
+        )
         run = self._over_time if self._together(x) else self._fused
         y: Any
         y, state = run(x, state, lengths)
@@ -141,43 +164,79 @@ class _BayesRecurrent(_Gated):
             return False
         return lead.factors() is not None or lead.current.rows % lead.drawn == 0
 
-    def _fused(self, x: Tensor, state: State, lengths: Tensor | None) -> tuple[Tensor, State]:
+    def _fused(
+        self, x: Tensor, state: State, lengths: Tensor | None
+    ) -> tuple[Tensor, State]:
         """torch's kernel once for each draw, on the rows that belong to it."""
         lead = self.posteriors()[0]
         sizes = sizes_of_blocks(x.shape[1], lead.drawn, lead.current)
         states = zip(*(h.split(sizes, 1) for h in state), strict=True)
         ends = lengths.split(sizes) if lengths is not None else [None] * lead.drawn
         parts = enumerate(zip(x.split(sizes, 1), states, ends, strict=True))
-        outputs, last = zip(*(self._kernel(j, *part) for j, part in parts if part[0].shape[1]), strict=True)
-        return torch.cat(outputs, 1), tuple(torch.cat(h, 1) for h in zip(*last, strict=True))
+        outputs, last = zip(
+            *(self._kernel(j, *part) for j, part in parts if part[0].shape[1]),
+            strict=True,
+        )
+        return torch.cat(outputs, 1), tuple(
+            torch.cat(h, 1) for h in zip(*last, strict=True)
+        )
 
-    def _kernel(self, draw: int, x: Tensor, state: State, lengths: Tensor | None) -> Any:
-        kernel, (weights, has_bias), lstm = _KERNELS[self.mode], self._weights(draw), self.mode == "LSTM"
-        options = (weights, has_bias, self.num_layers, self.dropout, self.training, self.bidirectional)
+    def _kernel(
+        self, draw: int, x: Tensor, state: State, lengths: Tensor | None
+    ) -> Any:
+        kernel, (weights, has_bias), lstm = (
+            _KERNELS[self.mode],
+            self._weights(draw),
+            self.mode == "LSTM",
+        )
+        options = (
+            weights,
+            has_bias,
+            self.num_layers,
+            self.dropout,
+            self.training,
+            self.bidirectional,
+        )
         with _drawn_weights(x):
             if lengths is None:
-                hx: Any = [h.contiguous() for h in state] if lstm else state[0].contiguous()
+                hx: Any = (
+                    [h.contiguous() for h in state] if lstm else state[0].contiguous()
+                )
                 y, *last = kernel(x, hx, *options, False)
                 return y, last
             packed = pack_padded_sequence(x, lengths, enforce_sorted=False)
             order, back = packed.sorted_indices, packed.unsorted_indices
             hx = [h[:, order] for h in state] if lstm else state[0][:, order]
             data, *last = kernel(packed.data, packed.batch_sizes, hx, *options)
-            y, _ = pad_packed_sequence(packed._replace(data=data), total_length=x.shape[0])
+            y, _ = pad_packed_sequence(
+                packed._replace(data=data), total_length=x.shape[0]
+            )
             return y, [h[:, back] for h in last]
 
     def _weights(self, draw: int) -> tuple[list[Tensor], bool]:
         """The flat list of weights and biases of one draw that the kernel takes, and whether it holds biases."""
         found: Any = self.posterior.items()
-        drawn = [posterior.materialise(self.linear_map(site), draw) for site, posterior in found]
+        drawn = [
+            posterior.materialise(self.linear_map(site), draw)
+            for site, posterior in found
+        ]
         weights, biases = [weight for weight, _ in drawn], [bias for _, bias in drawn]
         if all(b is None for b in biases):
             return weights, False
-        biases = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
-        flat = [t for i in range(0, len(weights), 2) for t in (*weights[i : i + 2], *biases[i : i + 2])]
+        biases = [
+            w.new_zeros(w.shape[0]) if b is None else b
+            for w, b in zip(weights, biases, strict=True)
+        ]
+        flat = [
+            t
+            for i in range(0, len(weights), 2)
+            for t in (*weights[i : i + 2], *biases[i : i + 2])
+        ]
         return flat, True
 
-    def _over_time(self, x: Tensor, state: State, lengths: Tensor | None) -> tuple[Tensor, State]:
+    def _over_time(
+        self, x: Tensor, state: State, lengths: Tensor | None
+    ) -> tuple[Tensor, State]:
         """All draws at once, layer by layer and direction by direction."""
         last: list[State] = []
         outputs: list[Tensor] = []
@@ -187,16 +246,31 @@ class _BayesRecurrent(_Gated):
                     x = F.dropout(torch.cat(outputs, -1), self.dropout, self.training)
                 outputs = []
             hidden: Any = self.posterior[f"weight_hh{stem}"]
-            whole = self.mode == "LSTM" and x.numel() and (hidden.has_weights or hidden.factors() is not None)
+            whole = (
+                self.mode == "LSTM"
+                and x.numel()
+                and (hidden.has_weights or hidden.factors() is not None)
+            )
             run = self._lstm if whole else self._direction
             y, final = run(x, tuple(h[row] for h in state), stem, backwards, lengths)
             outputs.append(y)
             last.append(final)
-        return torch.cat(outputs, -1), tuple(torch.stack(h) for h in zip(*last, strict=True))
+        return torch.cat(outputs, -1), tuple(
+            torch.stack(h) for h in zip(*last, strict=True)
+        )
 
-    def _direction(self, x: Tensor, state: State, stem: str, backwards: bool, lengths: Tensor | None) -> Any:
+    def _direction(
+        self,
+        x: Tensor,
+        state: State,
+        stem: str,
+        backwards: bool,
+        lengths: Tensor | None,
+    ) -> Any:
         gates = self.project_draw(f"weight_ih{stem}", x, 1)
-        state = tuple(h.to(gates.dtype) for h in state)  # autocast lowers the gates, not the state
+        state = tuple(
+            h.to(gates.dtype) for h in state
+        )  # autocast lowers the gates, not the state
         step, recurrent = _STEPS[self.mode], self.linear_map(f"weight_hh{stem}")
         posterior = self.posterior[f"weight_hh{stem}"]
         outputs: list[Tensor] = [x] * x.shape[0]
@@ -206,15 +280,27 @@ class _BayesRecurrent(_Gated):
                 state, outputs[t] = new, new[0]
             else:
                 live = (t < lengths).to(x.device).unsqueeze(-1)
-                state = tuple(torch.where(live, a, b) for a, b in zip(new, state, strict=True))
+                state = tuple(
+                    torch.where(live, a, b) for a, b in zip(new, state, strict=True)
+                )
                 outputs[t] = torch.where(live, new[0], torch.zeros_like(new[0]))
         return torch.stack(outputs), state
 
-    def _lstm(self, x: Tensor, state: State, stem: str, backwards: bool, lengths: Tensor | None) -> Any:
+    def _lstm(
+        self,
+        x: Tensor,
+        state: State,
+        stem: str,
+        backwards: bool,
+        lengths: Tensor | None,
+    ) -> Any:
         """`_direction` of an LSTM, by factors of its two matrices, or one recurrent matrix for each block of rows."""
         inward: Any = self.posterior[f"weight_ih{stem}"]
         hidden: Any = self.posterior[f"weight_hh{stem}"]
-        linear, current = self.linear_map(f"weight_ih{stem}"), self.posteriors()[0].current
+        linear, current = (
+            self.linear_map(f"weight_ih{stem}"),
+            self.posteriors()[0].current,
+        )
         given, s, r, r_in, shift = inward.factors(), None, None, None, None
         if given is None:
             gates = inward(x, linear)
@@ -228,8 +314,13 @@ class _BayesRecurrent(_Gated):
         else:
             each = [hidden.materialise(linear, j) for j in range(hidden.drawn)]
             weights = torch.stack([weight for weight, _ in each])
-            bias = None if each[0][1] is None else torch.stack([bias for _, bias in each])
-        lines = [None if line is None else torch.atleast_2d(line) for line in (s, r, r_in, _added(bias, shift))]
+            bias = (
+                None if each[0][1] is None else torch.stack([bias for _, bias in each])
+            )
+        lines = [
+            None if line is None else torch.atleast_2d(line)
+            for line in (s, r, r_in, _added(bias, shift))
+        ]
         n = max([1, *(len(line) for line in lines if line is not None)])
 
         def lay(line: Tensor | None) -> Tensor | None:
@@ -237,10 +328,14 @@ class _BayesRecurrent(_Gated):
             if line is None:
                 return None
             even = line.expand(n, -1) if len(line) == 1 else line
-            return (per_row(line, x.shape[1], current) if current.rows % n else even).to(gates.dtype)
+            return (
+                per_row(line, x.shape[1], current) if current.rows % n else even
+            ).to(gates.dtype)
 
         cell = Cell(weights.to(gates.dtype), *map(lay, lines))
-        h, c = (part.to(gates.dtype) for part in state)  # autocast lowers the gates, not the state
+        h, c = (
+            part.to(gates.dtype) for part in state
+        )  # autocast lowers the gates, not the state
         y, last = lstm(gates, cell, h, c, lengths, backwards)
         final = y[0 if backwards else -1]
         if lengths is not None:
@@ -257,7 +352,10 @@ class _BayesCell(_Gated):
     mode = "RNN"
 
     def sites(self) -> list[Site]:
-        return [_site(self, "weight_ih", self.bias_ih is not None), _site(self, "weight_hh", False)]
+        return [
+            _site(self, "weight_ih", self.bias_ih is not None),
+            _site(self, "weight_hh", False),
+        ]
 
     def may_hold_rows(self, dim: int, ndim: int) -> bool:  # type: ignore[override]
         return ndim == 2 and dim == 0
@@ -277,7 +375,9 @@ def _unseen(forward: Any) -> Any:
     """A forward into which torch's compiler does not look: it gives recurrent modules up, and would compile piece by
     piece what they call, steps unrolled. With torch._dynamo.config.allow_rnn it follows them, in one graph.
     """
-    hidden = functools.cache(lambda: torch.compiler.disable(forward))  # the first call loads the compiler
+    hidden = functools.cache(
+        lambda: torch.compiler.disable(forward)
+    )  # the first call loads the compiler
 
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

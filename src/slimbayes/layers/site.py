@@ -73,7 +73,9 @@ class Site:
         """A matrix (..., m, q) as a stored weight with q outputs, (..., *shape)."""
         shape = [size for d, size in enumerate(self.shape) if d != self.out_dim]
         lead = matrix.dim() - 2
-        return matrix.reshape(*matrix.shape[:-2], *shape, matrix.shape[-1]).movedim(-1, lead + self.out_dim)
+        return matrix.reshape(*matrix.shape[:-2], *shape, matrix.shape[-1]).movedim(
+            -1, lead + self.out_dim
+        )
 
 
 def table_outer(r: Tensor, s: Tensor) -> Tensor:
@@ -85,14 +87,20 @@ def own_value(layer: Any, name: str) -> Any:
     """A layer's parameter; computed anew where torch.nn.utils computes it from others."""
     if name in layer._parameters:
         return layer._parameters[name]
-    if name in layer.__dict__:  # old-style weight norm, spectral norm and pruning set it before each forward
+    if (
+        name in layer.__dict__
+    ):  # old-style weight norm, spectral norm and pruning set it before each forward
         hooks = _hooks(layer, name)
         hook = next(iter(hooks.values()), None)
         if hook is None:
             return layer.__dict__[name]
         if hasattr(hook, "apply_mask"):
             return hook.apply_mask(layer)
-        once = {"do_power_iteration": False} if type(hook).__name__ == "SpectralNorm" else {}
+        once = (
+            {"do_power_iteration": False}
+            if type(hook).__name__ == "SpectralNorm"
+            else {}
+        )
         return hook.compute_weight(layer, **once)
     if "parametrizations" in layer._modules and name in layer.parametrizations:
         return layer.parametrizations[name]()
@@ -134,4 +142,8 @@ def has(layer: nn.Module, name: str) -> bool:
 def _hooks(layer: nn.Module, name: str) -> dict[int, Any]:
     """What computes a parameter before each forward."""
     hooks = layer._forward_pre_hooks.items()
-    return {k: hook for k, hook in hooks if getattr(hook, "name", getattr(hook, "_tensor_name", None)) == name}
+    return {
+        k: hook
+        for k, hook in hooks
+        if getattr(hook, "name", getattr(hook, "_tensor_name", None)) == name
+    }

@@ -46,9 +46,14 @@ def __getattr__(name: str) -> Any:
     try:
         found = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] not in ("torchmetrics", "lightning_utilities"):
+        if error.name is None or error.name.split(".")[0] not in (
+            "torchmetrics",
+            "lightning_utilities",
+        ):
             raise
-        raise ImportError(f'slimbayes.metrics.{name} needs torchmetrics: pip install "slimbayes[metrics]"') from error
+        raise ImportError(
+            f'slimbayes.metrics.{name} needs torchmetrics: pip install "slimbayes[metrics]"'
+        ) from error
     globals()[name] = found
     return found
 

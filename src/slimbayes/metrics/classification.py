@@ -16,7 +16,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from slimbayes.metrics.functional import Classes, class_logs, labelled, member_probabilities, need_tensor
+from slimbayes.metrics.functional import (
+    Classes,
+    class_logs,
+    labelled,
+    member_probabilities,
+    need_tensor,
+)
 from slimbayes.metrics.streaming import Mean, Streaming
 from slimbayes.prediction.prediction import Prediction
 
@@ -60,7 +66,9 @@ class TopK(Mean):
     def update(self, probs: Classes, target: Tensor) -> None:
         rows, label = labelled(probs, target)
         if self.k > rows.shape[-1]:
-            raise ValueError(f"TopK with k={self.k} needs at least as many classes, got {rows.shape[-1]}.")
+            raise ValueError(
+                f"TopK with k={self.k} needs at least as many classes, got {rows.shape[-1]}."
+            )
         mine = rows.gather(-1, label[:, None])
         earlier = torch.arange(rows.shape[-1], device=rows.device) < label[:, None]
         self.add(((rows > mine) | (rows == mine) & earlier).sum(-1) < self.k)
@@ -105,7 +113,9 @@ class Brier(Mean):
 
     def __init__(self, convention: Literal["standard", "tfp"] = "standard") -> None:
         if convention not in ("standard", "tfp"):
-            raise ValueError(f"convention must be 'standard' or 'tfp', got {convention!r}.")
+            raise ValueError(
+                f"convention must be 'standard' or 'tfp', got {convention!r}."
+            )
         super().__init__(convention)
         self.offset = 1.0 if convention == "tfp" else 0.0
 
@@ -132,13 +142,17 @@ class SoftLabelNLL(Mean):
     def update(self, probs: Classes, labels: Tensor) -> None:
         logs = class_logs(probs)
         if need_tensor("Labels", labels).shape != logs.shape or labels.numel() == 0:
-            needed = f"the probabilities' shape {tuple(logs.shape)} and at least one row"
+            needed = (
+                f"the probabilities' shape {tuple(logs.shape)} and at least one row"
+            )
             raise ValueError(f"Labels need {needed}, got {tuple(labels.shape)}.")
         share = labels.double()
         wrong = ~((share >= 0) & share.isfinite())
         if bool(wrong.any()):
             got = labels[wrong][0].item()
-            raise ValueError(f"Labels must be counts or probabilities, not negative and finite, got {got!r}.")
+            raise ValueError(
+                f"Labels must be counts or probabilities, not negative and finite, got {got!r}."
+            )
         people = share.sum(-1, keepdim=True)
         if bool((people == 0).any()):
             needed = "a class with a count or probability above zero"
@@ -190,9 +204,14 @@ class NormalisedDisagreement(Streaming):
 
     def update(self, members: Classes, target: Tensor) -> None:
         differ = pair_mean(member_probabilities(members).argmax(-1), torch.ne)
-        rows, label = labelled(members if isinstance(members, Prediction) else members.mean(0), target)
+        rows, label = labelled(
+            members if isinstance(members, Prediction) else members.mean(0), target
+        )
         wrong = (rows.argmax(-1) != label).double()
-        self.add_to("disagreed_wrong_rows", torch.stack([differ.sum(), wrong.sum(), torch.ones_like(wrong).sum()]))
+        self.add_to(
+            "disagreed_wrong_rows",
+            torch.stack([differ.sum(), wrong.sum(), torch.ones_like(wrong).sum()]),
+        )
 
     def compute(self) -> Tensor:
         disagreed, wrong, rows = self.disagreed_wrong_rows
@@ -213,7 +232,11 @@ class PairwiseKL(Mean):
 
     def update(self, members: Classes) -> None:
         rows = member_probabilities(members).double()
-        logs = members.by_member.double().flatten(1, -2) if isinstance(members, Prediction) else rows.log()
+        logs = (
+            members.by_member.double().flatten(1, -2)
+            if isinstance(members, Prediction)
+            else rows.log()
+        )
 
         def divergence(logp: Tensor, logq: Tensor) -> Tensor:
             p, q = logp.exp(), logq.exp()
@@ -234,5 +257,7 @@ class CosineSimilarity(Mean):
     """
 
     def update(self, members: Classes) -> None:
-        directions = torch.nn.functional.normalize(member_probabilities(members).double(), dim=-1)
+        directions = torch.nn.functional.normalize(
+            member_probabilities(members).double(), dim=-1
+        )
         self.add(pair_mean(directions, lambda p, q: (p * q).sum(-1)))

@@ -50,7 +50,9 @@ class ECE(Streaming):
         self.add_sum("bin_sums", 3, bins)
 
     def update(self, probs: Classes, target: Tensor) -> None:
-        self.add_to("bin_sums", bin_sums(*confidence_and_hits(probs, target), self.bins))
+        self.add_to(
+            "bin_sums", bin_sums(*confidence_and_hits(probs, target), self.bins)
+        )
 
     def errors(self) -> tuple[Tensor, Tensor]:
         """ECE and MCE."""
@@ -110,10 +112,17 @@ class ClasswiseECE(Streaming):
     def update(self, probs: Classes, target: Tensor) -> None:
         rows, label = labelled(probs, target)
         if rows.shape[-1] != self.classes:
-            raise ValueError(f"This ClasswiseECE is for {self.classes} classes, got probabilities of {rows.shape[-1]}.")
-        index = bin_index(rows, self.bins) + self.bins * torch.arange(self.classes, device=rows.device)
+            raise ValueError(
+                f"This ClasswiseECE is for {self.classes} classes, got probabilities of {rows.shape[-1]}."
+            )
+        index = bin_index(rows, self.bins) + self.bins * torch.arange(
+            self.classes, device=rows.device
+        )
         gap = torch.nn.functional.one_hot(label, self.classes) - rows.double()
-        self.add_to("class_bin_gaps", torch.bincount(index.flatten(), gap.flatten(), self.classes * self.bins))
+        self.add_to(
+            "class_bin_gaps",
+            torch.bincount(index.flatten(), gap.flatten(), self.classes * self.bins),
+        )
         self.add_to("class_bin_rows", len(rows))
 
     def compute(self) -> Tensor:
@@ -163,7 +172,9 @@ class AdaptiveECE(ByConfidence):
     def compute(self) -> Tensor:
         confidence, right = self.ordered()
         index = torch.arange(len(right), device=right.device) * self.bins // len(right)
-        return torch.bincount(index, right - confidence, self.bins).abs().sum() / len(right)
+        return torch.bincount(index, right - confidence, self.bins).abs().sum() / len(
+            right
+        )
 
 
 class AURC(ByConfidence):

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 Rates = Mapping[str, float | Sequence[float]]
 
-ALEXNET_CLEAN = 0.435  # top-1 error without corruption (Hendrycks & Dietterich 2019, Table 1)
+ALEXNET_CLEAN = (
+    0.435  # top-1 error without corruption (Hendrycks & Dietterich 2019, Table 1)
+)
 # Published as means over the five severities, which is all that CE_c depends on, without the clean error.
 ALEXNET: dict[str, tuple[float, ...]] = {
     name: (mean,) * 5
@@ -62,7 +64,9 @@ def corruption_errors(errors: Rates, reference: Rates) -> CorruptionErrors:
     ours, theirs = _severities("errors", errors), _severities("reference", reference)
     if not ours or ours.keys() != theirs.keys():
         only = f"only in errors: {sorted(ours.keys() - theirs)}, only in reference: {sorted(theirs.keys() - ours)}"
-        raise ValueError(f"errors and reference need the same corruptions, at least one; {only}.")
+        raise ValueError(
+            f"errors and reference need the same corruptions, at least one; {only}."
+        )
     for name in ours:
         if len(ours[name]) != len(theirs[name]):
             got = f"errors has {len(ours[name])} severities, reference {len(theirs[name])}"
@@ -71,10 +75,20 @@ def corruption_errors(errors: Rates, reference: Rates) -> CorruptionErrors:
     if "clean" not in reference:
         return CorruptionErrors(fmean(absolute.values()), math.nan, absolute, {})
     if "clean" not in errors:
-        raise ValueError('The reference has a "clean" error rate, so errors needs one too.')
-    clean, reference_clean = _rate("errors", "clean", errors["clean"]), _rate("reference", "clean", reference["clean"])
-    relative = {name: _ratio(name, ours[name], theirs[name], clean, reference_clean) for name in ours}
-    return CorruptionErrors(fmean(absolute.values()), fmean(relative.values()), absolute, relative)
+        raise ValueError(
+            'The reference has a "clean" error rate, so errors needs one too.'
+        )
+    clean, reference_clean = (
+        _rate("errors", "clean", errors["clean"]),
+        _rate("reference", "clean", reference["clean"]),
+    )
+    relative = {
+        name: _ratio(name, ours[name], theirs[name], clean, reference_clean)
+        for name in ours
+    }
+    return CorruptionErrors(
+        fmean(absolute.values()), fmean(relative.values()), absolute, relative
+    )
 
 
 def _severities(role: str, rates: Rates) -> dict[str, list[float]]:
@@ -88,20 +102,32 @@ def _severities(role: str, rates: Rates) -> dict[str, list[float]]:
             raise TypeError(f"{role}, {name}: {needed}, got {values!r}.")
         found[name] = [_rate(role, name, value) for value in values]
         if not found[name]:
-            raise ValueError(f"{role}, {name}: an error rate for at least one severity is needed, got none.")
+            raise ValueError(
+                f"{role}, {name}: an error rate for at least one severity is needed, got none."
+            )
     return found
 
 
 def _rate(role: str, name: str, value: Any) -> float:
     rate = float(value)
     if not 0 <= rate <= 1:
-        raise ValueError(f"{role}, {name}: an error rate must be a fraction between 0 and 1, got {value!r}.")
+        raise ValueError(
+            f"{role}, {name}: an error rate must be a fraction between 0 and 1, got {value!r}."
+        )
     return rate
 
 
-def _ratio(name: str, ours: list[float], theirs: list[float], clean: float, reference_clean: float) -> float:
+def _ratio(
+    name: str,
+    ours: list[float],
+    theirs: list[float],
+    clean: float,
+    reference_clean: float,
+) -> float:
     needed = math.fsum(error - reference_clean for error in theirs)
-    if needed <= 1e-12:  # zero up to rounding; below it, more errors would mean a smaller ratio
+    if (
+        needed <= 1e-12
+    ):  # zero up to rounding; below it, more errors would mean a smaller ratio
         what, advice = "zero", ""
         if reference_clean:
             what = f"on average no more than its clean rate {reference_clean:g}"

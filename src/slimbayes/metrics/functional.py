@@ -33,19 +33,29 @@ from slimbayes.prediction.averages import unsqueeze_like
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.targets import check_labels, check_positive
 
-Classes = Prediction | Tensor  # a Prediction of classes, probabilities (N, ..., C), or those of class one (N,)
+Classes = (
+    Prediction | Tensor
+)  # a Prediction of classes, probabilities (N, ..., C), or those of class one (N,)
 
 
 def class_probabilities(probs: Classes) -> Tensor:
     """Probabilities with the classes last, (N, ..., C)."""
     if isinstance(probs, Prediction):
         return _checked(probs.log_probs.exp())
-    return _two_classes(probs) if need_tensor("Probabilities", probs).dim() == 1 else _checked(probs)
+    return (
+        _two_classes(probs)
+        if need_tensor("Probabilities", probs).dim() == 1
+        else _checked(probs)
+    )
 
 
 def class_logs(probs: Classes) -> Tensor:
     """Logs of what `class_probabilities` gives, (N, ..., C), in float64."""
-    return probs.log_probs.double() if isinstance(probs, Prediction) else class_probabilities(probs).double().log()
+    return (
+        probs.log_probs.double()
+        if isinstance(probs, Prediction)
+        else class_probabilities(probs).double().log()
+    )
 
 
 def labelled(probs: Classes, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,10 +63,22 @@ def labelled(probs: Classes, target: Tensor) -> tuple[Tensor, Tensor]:
 
     Shape: probs (N, ..., C) with target (N, ...), or both (N,) for two classes.
     """
-    given = probs.probs if isinstance(probs, Prediction) else need_tensor("Probabilities", probs)
-    binary = probs.likelihood == "bernoulli" if isinstance(probs, Prediction) else probs.dim() == 1
+    given = (
+        probs.probs
+        if isinstance(probs, Prediction)
+        else need_tensor("Probabilities", probs)
+    )
+    binary = (
+        probs.likelihood == "bernoulli"
+        if isinstance(probs, Prediction)
+        else probs.dim() == 1
+    )
     rows = given.shape if binary else given.shape[:-1]
-    if given.dim() == 0 or need_tensor("Targets", target).shape != rows or target.numel() == 0:
+    if (
+        given.dim() == 0
+        or need_tensor("Targets", target).shape != rows
+        or target.numel() == 0
+    ):
         raise ValueError(
             f"Probabilities (N, ..., C) and targets (N, ...) are needed, or both (N,) for two classes, with N >= 1, "
             f"got shapes {tuple(given.shape)} and {tuple(target.shape)}."
@@ -67,7 +89,11 @@ def labelled(probs: Classes, target: Tensor) -> tuple[Tensor, Tensor]:
 
 def member_probabilities(members: Classes) -> Tensor:
     """Class probabilities of K >= 2 members (K, M, C), from a Prediction, (K, N, ..., C), or (K, N) of class one."""
-    given = members.member_probs if isinstance(members, Prediction) else need_tensor("Member probabilities", members)
+    given = (
+        members.member_probs
+        if isinstance(members, Prediction)
+        else need_tensor("Member probabilities", members)
+    )
     if given.dim() < 2 or given.numel() == 0 or len(given) < 2:
         needed = "Probabilities (K, N, C) of K >= 2 members are needed, with N >= 1"
         raise ValueError(f"{needed}, got shape {tuple(given.shape)}.")
@@ -91,17 +117,25 @@ def _checked(probs: Tensor) -> Tensor:
     _check_range(probs)
     off = (probs.double().sum(-1) - 1).abs() > _slack(probs)
     if bool(off.any()):
-        raise ValueError(f"The probabilities of a row must sum to 1, got {probs[off][0].double().sum().item():.4f}.")
+        raise ValueError(
+            f"The probabilities of a row must sum to 1, got {probs[off][0].double().sum().item():.4f}."
+        )
     return probs
 
 
 def _check_range(probs: Tensor) -> None:
     if not probs.is_floating_point():
-        raise ValueError(f"Probabilities of a floating type are needed, got dtype {probs.dtype}.")
-    wrong = ~((probs >= 0) & (probs <= 1 + _slack(probs)))  # written so that nan is wrong too
+        raise ValueError(
+            f"Probabilities of a floating type are needed, got dtype {probs.dtype}."
+        )
+    wrong = ~(
+        (probs >= 0) & (probs <= 1 + _slack(probs))
+    )  # written so that nan is wrong too
     if bool(wrong.any()):
         got = probs[wrong][0].item()
-        raise ValueError(f"Probabilities must lie in [0, 1], got {got!r}; logits need a softmax first.")
+        raise ValueError(
+            f"Probabilities must lie in [0, 1], got {got!r}; logits need a softmax first."
+        )
 
 
 def _slack(probs: Tensor) -> float:
@@ -134,7 +168,9 @@ class Calibration:
 
 
 @torch.no_grad()
-def calibration(probs: Classes, target: Tensor, bins: int = 20, drop: int = 5) -> Calibration:
+def calibration(
+    probs: Classes, target: Tensor, bins: int = 20, drop: int = 5
+) -> Calibration:
     """Compare the confidence in predicted classes with how often they are right.
 
     Args:
@@ -156,7 +192,9 @@ def calibration(probs: Classes, target: Tensor, bins: int = 20, drop: int = 5) -
     ece, mce = bin_errors(sums, drop)
     accuracy, mean = sums[1:] / sums[0]
     edges = bin_edges(confidence, bins)
-    return Calibration(float(ece), float(mce), accuracy, mean, sums[0].long(), edges, sums[0] > drop)
+    return Calibration(
+        float(ece), float(mce), accuracy, mean, sums[0].long(), edges, sums[0] > drop
+    )
 
 
 def confidence_and_hits(probs: Classes, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,7 +230,11 @@ def bin_index(confidence: Tensor, bins: int) -> Tensor:
 
 def bin_edges(confidence: Tensor, bins: int) -> Tensor:
     """The bins' ends (R + 1,), rounded to the precision of the probabilities."""
-    return (torch.arange(bins + 1, dtype=torch.float64, device=confidence.device) / bins).to(confidence.dtype).double()
+    return (
+        (torch.arange(bins + 1, dtype=torch.float64, device=confidence.device) / bins)
+        .to(confidence.dtype)
+        .double()
+    )
 
 
 def bin_errors(sums: Tensor, drop: int) -> tuple[Tensor, Tensor]:
@@ -206,14 +248,18 @@ def bin_errors(sums: Tensor, drop: int) -> tuple[Tensor, Tensor]:
 
 def need_bins(bins: int, drop: int = 0) -> None:
     if bins < 1 or drop < 0:
-        raise ValueError(f"At least one bin and drop >= 0 are needed, got bins={bins!r}, drop={drop!r}.")
+        raise ValueError(
+            f"At least one bin and drop >= 0 are needed, got bins={bins!r}, drop={drop!r}."
+        )
 
 
 # --- CRPS ---
 
 
 # torchmetrics' ContinuousRankedProbabilityScore compares all pairs of samples: O(M^2) memory, and it knows no weights.
-def crps_samples(samples: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
+def crps_samples(
+    samples: Tensor, target: Tensor, weights: Tensor | None = None
+) -> Tensor:
     """CRPS of samples x_i; sorted, E|X - X'| / 2 = sum_i w_i x_i (2 W_i - w_i - 1) with W_i = w_1 + ... + w_i.
 
     Shape: samples (M, N, ...), target (N, ...), weights (M,) or (M, N) that sum to one; returns (N, ...) in float64.
@@ -222,14 +268,18 @@ def crps_samples(samples: Tensor, target: Tensor, weights: Tensor | None = None)
         >>> crps_samples(torch.tensor([[0.0], [2.0]]), torch.tensor([1.0]))  # 1 - 2 * 1/4
         tensor([0.5000], dtype=torch.float64)
     """
-    off = _off(samples, target)  # differences do not change, and small numbers round less
+    off = _off(
+        samples, target
+    )  # differences do not change, and small numbers round less
     share = _shares(weights, off)
     off, order = off.sort(0)
     share = share.expand_as(off).gather(0, order)
     return (share * (off.abs() - off * (2 * share.cumsum(0) - share - 1))).sum(0)
 
 
-def crps_mixture(means: Tensor, scales: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
+def crps_mixture(
+    means: Tensor, scales: Tensor, target: Tensor, weights: Tensor | None = None
+) -> Tensor:
     """CRPS of a mixture of normal distributions (Grimit et al. 2006); scale zero is a point. O(M^2) time, O(M) memory.
 
         sum_i w_i A(y - mu_i, s_i) - 1/2 sum_ij w_i w_j A(mu_i - mu_j, sqrt(s_i^2 + s_j^2))       A(m, s) = E|N(m, s^2)|
@@ -247,7 +297,11 @@ def crps_mixture(means: Tensor, scales: Tensor, target: Tensor, weights: Tensor 
     share = _shares(weights, off)
     spread = torch.zeros_like(off[0])
     for i in range(len(off)):  # the pairs j > i count twice, the pair (i, i) once
-        later = share[i] * share[i:] * _mean_distance(off[i] - off[i:], variance[i] + variance[i:])
+        later = (
+            share[i]
+            * share[i:]
+            * _mean_distance(off[i] - off[i:], variance[i] + variance[i:])
+        )
         spread = spread + later.sum(0) - later[0] / 2
     return (share * _mean_distance(off, variance)).sum(0) - spread
 
@@ -266,10 +320,16 @@ def _mean_distance(m: Tensor, variance: Tensor) -> Tensor:
     """E|X| for X from N(m, variance)."""
     scale = variance.sqrt()
     z = m / scale.clamp_min(torch.finfo(scale.dtype).tiny)
-    return math.sqrt(2 / math.pi) * scale * torch.exp(-0.5 * z.square()) + m * torch.erf(z / math.sqrt(2))
+    return math.sqrt(2 / math.pi) * scale * torch.exp(
+        -0.5 * z.square()
+    ) + m * torch.erf(z / math.sqrt(2))
 
 
 def _shares(weights: Tensor | None, values: Tensor) -> Tensor:
     """Weights (M, 1 or N, ...) to meet values (M, N, ...); equal ones if None."""
-    share = values.new_full((len(values),), 1 / len(values)) if weights is None else weights.to(values)
+    share = (
+        values.new_full((len(values),), 1 / len(values))
+        if weights is None
+        else weights.to(values)
+    )
     return unsqueeze_like(share, values)

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from slimbayes.metrics.functional import crps_mixture, crps_samples, need_tensor
 from slimbayes.metrics.streaming import Mean
-from slimbayes.prediction.averages import check_level, draw_shares, log_mean, mixture_below
+from slimbayes.prediction.averages import (
+    check_level,
+    draw_shares,
+    log_mean,
+    mixture_below,
+)
 from slimbayes.prediction.prediction import Prediction
 
 Scale = float | Tensor | None
@@ -54,12 +59,18 @@ class LPD(Mean):
 
     higher_is_better = True
 
-    def update(self, prediction: Prediction | Tensor, target: Tensor, scale: Scale = None) -> None:
+    def update(
+        self, prediction: Prediction | Tensor, target: Tensor, scale: Scale = None
+    ) -> None:
         values, noise, shares = mixture(prediction, target, scale)
         if not bool((noise > 0).all()):
             needed = "give scale > 0, the standard deviation around the draws, here or to predict"
             raise ValueError(f"A density needs observation noise: {needed}.")
-        logp = -0.5 * ((target - values) / noise).square() - noise.log() - 0.5 * math.log(2 * math.pi)
+        logp = (
+            -0.5 * ((target - values) / noise).square()
+            - noise.log()
+            - 0.5 * math.log(2 * math.pi)
+        )
         self.add(log_mean(logp, shares))
 
 
@@ -76,10 +87,16 @@ class CRPS(Mean):
 
     higher_is_better = False
 
-    def update(self, prediction: Prediction | Tensor, target: Tensor, scale: Scale = None) -> None:
+    def update(
+        self, prediction: Prediction | Tensor, target: Tensor, scale: Scale = None
+    ) -> None:
         values, noise, shares = mixture(prediction, target, scale)
         noisy = bool((noise > 0).any())
-        self.add(crps_mixture(values, noise, target, shares) if noisy else crps_samples(values, target, shares))
+        self.add(
+            crps_mixture(values, noise, target, shares)
+            if noisy
+            else crps_samples(values, target, shares)
+        )
 
 
 class IntervalCoverage(Mean):
@@ -102,11 +119,16 @@ class IntervalCoverage(Mean):
 
     def __init__(self, level: float = 0.9) -> None:
         check_level(level)
-        super().__init__(level.hex().translate(str.maketrans(".+-", "___")))  # what a name of a state may hold
+        super().__init__(
+            level.hex().translate(str.maketrans(".+-", "___"))
+        )  # what a name of a state may hold
         self.level = level
 
     def update(
-        self, prediction: Prediction | Tensor | tuple[Tensor, Tensor], target: Tensor, scale: Scale = None
+        self,
+        prediction: Prediction | Tensor | tuple[Tensor, Tensor],
+        target: Tensor,
+        scale: Scale = None,
     ) -> None:
         if isinstance(prediction, tuple):
             for bound in prediction:
@@ -115,48 +137,76 @@ class IntervalCoverage(Mean):
         else:
             values, noise, shares = mixture(prediction, target, scale)
             if bool((noise > 0).any()):
-                self.add((mixture_below(target, values, noise, shares) - 0.5).abs() <= self.level / 2)
+                self.add(
+                    (mixture_below(target, values, noise, shares) - 0.5).abs()
+                    <= self.level / 2
+                )
                 return
             if isinstance(prediction, Prediction):
                 low, high = prediction.interval(self.level)
             else:
-                low, high = (values.quantile(0.5 + side * self.level / 2, 0) for side in (-1, 1))
+                low, high = (
+                    values.quantile(0.5 + side * self.level / 2, 0) for side in (-1, 1)
+                )
         self.add((low <= target) & (target <= high))
 
 
-def mixture(prediction: Prediction | Tensor, target: Tensor, scale: Scale) -> tuple[Tensor, Tensor, Tensor]:
+def mixture(
+    prediction: Prediction | Tensor, target: Tensor, scale: Scale
+) -> tuple[Tensor, Tensor, Tensor]:
     """The predictive mixture of normals, checked: means and scales (M, N, ...) and shares (M,) or (M, N), float64."""
     if isinstance(prediction, Prediction):
         _need_real(prediction)
         if scale is not None:
-            raise ValueError("A Prediction knows its noise: give scale to predict, not to update.")
+            raise ValueError(
+                "A Prediction knows its noise: give scale to predict, not to update."
+            )
         values, weights = prediction.samples, prediction.weights
         assert prediction.noise is not None  # kept with the samples
         noise = prediction.noise.sqrt().double()
     else:
         values, weights = need_tensor("Draws", prediction), None
-        noise = torch.as_tensor(0.0 if scale is None else scale, dtype=torch.float64, device=values.device)
+        noise = torch.as_tensor(
+            0.0 if scale is None else scale, dtype=torch.float64, device=values.device
+        )
     if values.dim() != target.dim() + 1 or len(values) == 0:
         got = f"{tuple(values.shape)} and {tuple(target.shape)}"
-        raise ValueError(f"Draws (M, N, ...) and targets (N, ...) are needed, M >= 1, got shapes {got}.")
-    _need_values("Draws", values.abs().amax(0), target)  # of all draws at once: nan and infinity are still there
+        raise ValueError(
+            f"Draws (M, N, ...) and targets (N, ...) are needed, M >= 1, got shapes {got}."
+        )
+    _need_values(
+        "Draws", values.abs().amax(0), target
+    )  # of all draws at once: nan and infinity are still there
     if not bool(((noise >= 0) & noise.isfinite()).all()):
         raise ValueError("scale must be finite and not negative.")
-    if noise.dim() > values.dim() or any(a not in (1, b) for a, b in zip(noise.shape[::-1], values.shape[::-1])):
+    if noise.dim() > values.dim() or any(
+        a not in (1, b) for a, b in zip(noise.shape[::-1], values.shape[::-1])
+    ):
         got = f"the draws, shape {tuple(values.shape)}, got shape {tuple(noise.shape)}"
         raise ValueError(f"scale must broadcast against {got}.")
-    return values.double(), noise.expand_as(values), draw_shares(weights, values).double()
+    return (
+        values.double(),
+        noise.expand_as(values),
+        draw_shares(weights, values).double(),
+    )
 
 
 def _need_real(prediction: Prediction) -> None:
     if prediction.discrete:
-        raise TypeError(f"A Prediction of real targets is needed, got one of {prediction.likelihood} targets.")
+        raise TypeError(
+            f"A Prediction of real targets is needed, got one of {prediction.likelihood} targets."
+        )
 
 
 def _need_values(role: str, values: Tensor, target: Tensor) -> None:
-    if need_tensor(role, values).shape != need_tensor("Targets", target).shape or target.numel() == 0:
+    if (
+        need_tensor(role, values).shape != need_tensor("Targets", target).shape
+        or target.numel() == 0
+    ):
         got = f"{tuple(values.shape)} and {tuple(target.shape)}"
-        raise ValueError(f"{role} and targets need equal shapes (N, ...), N >= 1, got {got}.")
+        raise ValueError(
+            f"{role} and targets need equal shapes (N, ...), N >= 1, got {got}."
+        )
     for name, tensor in ((role, values), ("Targets", target)):
         if not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} must be finite, got nan or infinity.")

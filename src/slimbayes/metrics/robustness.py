@@ -38,7 +38,9 @@ def ood_score(probs: Classes, score: Score = "entropy") -> Tensor:
     """
     if score == "distance":
         if not isinstance(probs, Prediction) or probs.distance is None:
-            raise TypeError("The distance is that of a Prediction made with predict(..., far=), see slimbayes.far.")
+            raise TypeError(
+                "The distance is that of a Prediction made with predict(..., far=), see slimbayes.far."
+            )
         return probs.distance
     if score == "entropy":
         if isinstance(probs, Prediction):
@@ -47,11 +49,17 @@ def ood_score(probs: Classes, score: Score = "entropy") -> Tensor:
     if score == "confidence":
         return 1 - class_probabilities(probs).amax(-1)
     if score != "mutual_information":
-        raise ValueError(f"score must be 'entropy', 'confidence', 'mutual_information' or 'distance', got {score!r}.")
+        raise ValueError(
+            f"score must be 'entropy', 'confidence', 'mutual_information' or 'distance', got {score!r}."
+        )
     if not isinstance(probs, Prediction):
-        raise TypeError("The mutual information is between draws: it needs a Prediction, got averaged probabilities.")
+        raise TypeError(
+            "The mutual information is between draws: it needs a Prediction, got averaged probabilities."
+        )
     if probs.count < 2:
-        raise ValueError("The mutual information needs at least two draws, got 1; call predict(..., draws=).")
+        raise ValueError(
+            "The mutual information needs at least two draws, got 1; call predict(..., draws=)."
+        )
     return probs.epistemic
 
 
@@ -72,9 +80,14 @@ class Ranking(Streaming):
                 got = f"got a Prediction of {scores.likelihood} targets; use ood_score(prediction)"
                 raise TypeError(f"{type(self).__name__} ranks scores, {got}.")
             scores = scores.probs
-        if need_tensor("Scores", scores).shape != need_tensor("Labels", is_ood).shape or scores.numel() == 0:
+        if (
+            need_tensor("Scores", scores).shape != need_tensor("Labels", is_ood).shape
+            or scores.numel() == 0
+        ):
             got = f"{tuple(scores.shape)} and {tuple(is_ood.shape)}"
-            raise ValueError(f"Scores and labels of equal shape (N,) are needed, N >= 1, got {got}.")
+            raise ValueError(
+                f"Scores and labels of equal shape (N,) are needed, N >= 1, got {got}."
+            )
         if bool(scores.isnan().any()):
             raise ValueError("Scores must be numbers, got nan.")
         check_labels(is_ood, None)
@@ -86,11 +99,15 @@ class Ranking(Streaming):
         scores, order = self.all_of("scores").sort(descending=True)
         last = torch.ones_like(scores, dtype=torch.bool)
         last[:-1] = scores[1:] != scores[:-1]
-        rank = torch.arange(1, len(scores) + 1, dtype=torch.float64, device=scores.device)
+        rank = torch.arange(
+            1, len(scores) + 1, dtype=torch.float64, device=scores.device
+        )
         true = self.all_of("positive")[order].cumsum(0)
         if not 0 < true[-1] < len(scores):
             kind = "negative (0)" if true[-1] == 0 else "positive (1)"
-            raise ValueError(f"{type(self).__name__} needs rows of both kinds, got {len(scores)} rows, all {kind}.")
+            raise ValueError(
+                f"{type(self).__name__} needs rows of both kinds, got {len(scores)} rows, all {kind}."
+            )
         return true[last], (rank - true)[last]
 
 
@@ -112,7 +129,9 @@ class AUROC(Ranking):
     def compute(self) -> Tensor:
         true, false = self.counts()
         zero = true.new_zeros(1)
-        return torch.trapezoid(torch.cat([zero, true]), torch.cat([zero, false])) / (true[-1] * false[-1])
+        return torch.trapezoid(torch.cat([zero, true]), torch.cat([zero, false])) / (
+            true[-1] * false[-1]
+        )
 
 
 class AUCPR(Ranking):
@@ -134,7 +153,9 @@ class AUCPR(Ranking):
 
     def compute(self) -> Tensor:
         true, false = self.counts()
-        return (true.diff(prepend=true.new_zeros(1)) * true / (true + false)).sum() / true[-1]
+        return (
+            true.diff(prepend=true.new_zeros(1)) * true / (true + false)
+        ).sum() / true[-1]
 
 
 class FPR95(Ranking):
@@ -159,5 +180,7 @@ class FPR95(Ranking):
 
     def compute(self) -> Tensor:
         true, false = self.counts()
-        enough = true >= self.recall * true[-1] - 1e-9  # 0.55 * 100 is a little more than 55
+        enough = (
+            true >= self.recall * true[-1] - 1e-9
+        )  # 0.55 * 100 is a little more than 55
         return false[enough][0] / false[-1]

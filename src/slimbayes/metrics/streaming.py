@@ -26,10 +26,14 @@ class Streaming(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        self.set_dtype(torch.float64)  # also the type in which a process without data joins the others' lists
+        self.set_dtype(
+            torch.float64
+        )  # also the type in which a process without data joins the others' lists
 
     def add_sum(self, name: str, *shape: int) -> None:
-        self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state(
+            name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum"
+        )
 
     def add_list(self, name: str) -> None:
         self.add_state(name, [], dist_reduce_fx="cat")
@@ -46,13 +50,21 @@ class Streaming(Metric):
     def all_of(self, name: str) -> Tensor:
         """A list as one tensor (M,), refused when empty."""
         state: Tensor | Sequence[Tensor] = getattr(self, name)
-        values = state if isinstance(state, Tensor) else torch.cat(list(state)) if state else torch.zeros(0)
+        values = (
+            state
+            if isinstance(state, Tensor)
+            else torch.cat(list(state))
+            if state
+            else torch.zeros(0)
+        )
         self.need_rows(len(values))
         return values
 
     def need_rows(self, count: Tensor | int) -> None:
         if not count:
-            raise ValueError(f"{type(self).__name__} has seen no rows; call update first.")
+            raise ValueError(
+                f"{type(self).__name__} has seen no rows; call update first."
+            )
 
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         # torchmetrics warns where a process had no batch, though its share of the others' sums is well defined
@@ -61,7 +73,9 @@ class Streaming(Metric):
         @functools.wraps(wrapped)
         def quiet() -> Any:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", r"The ``compute`` method of metric", UserWarning)
+                warnings.filterwarnings(
+                    "ignore", r"The ``compute`` method of metric", UserWarning
+                )
                 return wrapped()
 
         return quiet
@@ -72,7 +86,9 @@ class Mean(Streaming):
 
     def __init__(self, option: str = "") -> None:
         super().__init__()
-        self.sum_name, self.count_name = (f"{type(self).__name__}{option}_{part}" for part in ("sum", "count"))
+        self.sum_name, self.count_name = (
+            f"{type(self).__name__}{option}_{part}" for part in ("sum", "count")
+        )
         self.add_sum(self.sum_name)
         self.add_sum(self.count_name)
 

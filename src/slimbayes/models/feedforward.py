@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-he_normal = partial(nn.init.kaiming_normal_, nonlinearity="relu")  # Normal(0, sqrt(2 / fan-in))
+he_normal = partial(
+    nn.init.kaiming_normal_, nonlinearity="relu"
+)  # Normal(0, sqrt(2 / fan-in))
 
 
 def start_kernels(
@@ -29,7 +31,9 @@ def start_kernels(
     return model
 
 
-def mlp(inputs: int = 784, hidden: Sequence[int] = (400, 400), classes: int = 10) -> nn.Sequential:
+def mlp(
+    inputs: int = 784, hidden: Sequence[int] = (400, 400), classes: int = 10
+) -> nn.Sequential:
     """784-400-400-10 with ReLU, the k-tied paper's MNIST network; layers `dense1`, `dense2`, ...
 
     Shape: (B, ...) with `inputs` numbers in each row -> (B, classes) logits.
@@ -40,13 +44,20 @@ def mlp(inputs: int = 784, hidden: Sequence[int] = (400, 400), classes: int = 10
         torch.Size([2, 10])
     """
     sizes = [inputs, *hidden, classes]
-    layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten(), dense1=nn.Linear(sizes[0], sizes[1]))
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        flatten=nn.Flatten(), dense1=nn.Linear(sizes[0], sizes[1])
+    )
     for i in range(1, len(sizes) - 1):
-        layers |= {f"relu{i}": nn.ReLU(), f"dense{i + 1}": nn.Linear(sizes[i], sizes[i + 1])}
+        layers |= {
+            f"relu{i}": nn.ReLU(),
+            f"dense{i + 1}": nn.Linear(sizes[i], sizes[i + 1]),
+        }
     return start_kernels(nn.Sequential(layers))
 
 
-def lenet(classes: int = 100, channels: int = 3, size: int = 32, kernel: int = 5) -> nn.Sequential:
+def lenet(
+    classes: int = 100, channels: int = 3, size: int = 32, kernel: int = 5
+) -> nn.Sequential:
     """Convolutions of 32 and 64 filters, each with ReLU and pooling, then dense layers of 512 and `classes` units.
 
     Layers `conv1`, `conv2`, `dense1`, `dense2`. The k-tied paper's text says 3 x 3 kernels; its parameter counts need
@@ -63,7 +74,9 @@ def lenet(classes: int = 100, channels: int = 3, size: int = 32, kernel: int = 5
         torch.Size([2, 100])
     """
     if size % 4 or size < 4:
-        raise ValueError(f"lenet halves images twice, so size must be a multiple of 4, got {size!r}.")
+        raise ValueError(
+            f"lenet halves images twice, so size must be a multiple of 4, got {size!r}."
+        )
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=nn.Conv2d(channels, 32, kernel, padding="same"),
         relu1=nn.ReLU(),
@@ -94,13 +107,21 @@ def small_cnn(classes: int = 10, channels: int = 1, width: int = 32) -> nn.Seque
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     sizes = (channels, width, 2 * width, 2 * width)
     for i in range(1, 4):
-        layers[f"conv{i}"] = nn.Conv2d(sizes[i - 1], sizes[i], 3, stride=1 if i == 1 else 2, padding=1, bias=False)
+        layers[f"conv{i}"] = nn.Conv2d(
+            sizes[i - 1], sizes[i], 3, stride=1 if i == 1 else 2, padding=1, bias=False
+        )
         layers |= {f"norm{i}": nn.BatchNorm2d(sizes[i]), f"relu{i}": nn.ReLU()}
-    layers |= {"pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "dense": nn.Linear(sizes[-1], classes)}
+    layers |= {
+        "pool": nn.AdaptiveAvgPool2d(1),
+        "flatten": nn.Flatten(),
+        "dense": nn.Linear(sizes[-1], classes),
+    }
     return start_kernels(nn.Sequential(layers))
 
 
-def regression_net(inputs: int, outputs: int = 1, hidden: int = 50, norm: bool = True) -> nn.Sequential:
+def regression_net(
+    inputs: int, outputs: int = 1, hidden: int = 50, norm: bool = True
+) -> nn.Sequential:
     """The EMP paper's net for its ten regression data sets (Appendix D.7): batch norm on the input and hidden layer.
 
     Layers `norm1`, `dense1`, `relu`, `norm2`, `dense2`. Scales of batch norm start at 0.2, as the paper says; the dense
@@ -120,7 +141,9 @@ def regression_net(inputs: int, outputs: int = 1, hidden: int = 50, norm: bool =
     norm1, norm2 = nn.BatchNorm1d(inputs), nn.BatchNorm1d(hidden)
     for scale in (norm1.weight, norm2.weight):
         nn.init.constant_(scale, 0.2)
-    layers: OrderedDict[str, nn.Module] = OrderedDict(norm1=norm1) if norm else OrderedDict()
+    layers: OrderedDict[str, nn.Module] = (
+        OrderedDict(norm1=norm1) if norm else OrderedDict()
+    )
     layers |= {"dense1": nn.Linear(inputs, hidden), "relu": nn.ReLU()}
     layers |= {"norm2": norm2} if norm else {}
     return nn.Sequential(layers | {"dense2": nn.Linear(hidden, outputs)})
@@ -140,15 +163,24 @@ def deep_mlp(inputs: int = 1, width: int = 100, depth: int = 100) -> nn.Sequenti
         1009900
     """
     if depth < 1:
-        raise ValueError(f"deep_mlp: depth must be at least 1 dense layer, got {depth!r}.")
-    layers: OrderedDict[str, nn.Module] = OrderedDict(dense1=nn.Linear(inputs, width, bias=False))
+        raise ValueError(
+            f"deep_mlp: depth must be at least 1 dense layer, got {depth!r}."
+        )
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        dense1=nn.Linear(inputs, width, bias=False)
+    )
     for i in range(1, depth):
         layers |= {f"norm{i}": nn.BatchNorm1d(width), f"relu{i}": nn.ReLU()}
         layers[f"dense{i + 1}"] = nn.Linear(width, width, bias=False)
     return nn.Sequential(layers)
 
 
-_SPLIT_BIAS = (nn.LSTM, nn.LSTMCell, nn.RNN, nn.RNNCell)  # not GRU: there Keras too has two biases
+_SPLIT_BIAS = (
+    nn.LSTM,
+    nn.LSTMCell,
+    nn.RNN,
+    nn.RNNCell,
+)  # not GRU: there Keras too has two biases
 
 
 def keras_count(model: nn.Module) -> int:
@@ -165,7 +197,15 @@ def keras_count(model: nn.Module) -> int:
     total = sum(p.numel() for p in model.parameters())
     for layer in model.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            total += sum(b.numel() for b in (layer.running_mean, layer.running_var) if b is not None)
+            total += sum(
+                b.numel()
+                for b in (layer.running_mean, layer.running_var)
+                if b is not None
+            )
         elif isinstance(layer, _SPLIT_BIAS):
-            total -= sum(p.numel() for name, p in layer.named_parameters(recurse=False) if name.startswith("bias_hh"))
+            total -= sum(
+                p.numel()
+                for name, p in layer.named_parameters(recurse=False)
+                if name.startswith("bias_hh")
+            )
     return total

@@ -33,7 +33,9 @@ def start_lstm(lstm: nn.LSTM, kernel: Start, recurrent_kernel: Start) -> None:
     nn.init.zeros_(bias)
     nn.init.zeros_(idle_bias).requires_grad_(False)
     with torch.no_grad():
-        bias[lstm.hidden_size : 2 * lstm.hidden_size] = 1.0  # gates are input, forget, cell, output
+        bias[lstm.hidden_size : 2 * lstm.hidden_size] = (
+            1.0  # gates are input, forget, cell, output
+        )
 
 
 class ReviewLSTM(nn.Module):
@@ -54,7 +56,9 @@ class ReviewLSTM(nn.Module):
         return self.dense(outputs[:, -1]).squeeze(-1)
 
 
-def imdb_lstm(vocabulary: int = 20000, embedding: int = 128, units: int = 128) -> ReviewLSTM:
+def imdb_lstm(
+    vocabulary: int = 20000, embedding: int = 128, units: int = 128
+) -> ReviewLSTM:
     """Sentiment of a review from its word indices, which the paper pads or cuts to 80.
 
     Shape: (B, T) word indices -> (B,) logits of a positive review.
@@ -69,7 +73,9 @@ def imdb_lstm(vocabulary: int = 20000, embedding: int = 128, units: int = 128) -
 class MortalityLSTM(nn.Module):
     """Layers `embedding`, `lstm`, `hidden`, `output`. Token 0 is padding; a bag of nothing else is a zero vector."""
 
-    def __init__(self, vocabulary: int, embedding: int, units: int, hidden: int) -> None:
+    def __init__(
+        self, vocabulary: int, embedding: int, units: int, hidden: int
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, embedding)
         self.lstm = nn.LSTM(embedding, units, batch_first=True)
@@ -95,7 +101,9 @@ class MortalityLSTM(nn.Module):
         return self.output(F.relu6(self.hidden(outputs[:, -1]))).squeeze(-1)
 
 
-def mortality_lstm(vocabulary: int, embedding: int = 32, units: int = 512, hidden: int = 512) -> MortalityLSTM:
+def mortality_lstm(
+    vocabulary: int, embedding: int = 32, units: int = 512, hidden: int = 512
+) -> MortalityLSTM:
     """In-hospital mortality from bags of tokens, oldest bag first; sizes as the paper's Gaussian rank-1 model.
 
     Shape: (B, T, L) token ids, 0 for padding -> (B,) logits of death.

@@ -16,22 +16,34 @@ from slimbayes.models.feedforward import start_kernels
 
 # As torchvision and the PyramidNet authors start convolutions, and leave the dense layer as torch starts it.
 started_by_fan_out = partial(
-    start_kernels, kernel=partial(nn.init.kaiming_normal_, mode="fan_out", nonlinearity="relu"), kinds=(nn.Conv2d,)
+    start_kernels,
+    kernel=partial(nn.init.kaiming_normal_, mode="fan_out", nonlinearity="relu"),
+    kinds=(nn.Conv2d,),
 )
 
 
 def stage(
-    block: Callable[[int, int, int], nn.Module], inputs: int, outputs: Sequence[int], stride: int
+    block: Callable[[int, int, int], nn.Module],
+    inputs: int,
+    outputs: Sequence[int],
+    stride: int,
 ) -> nn.Sequential:
     """A row of blocks (inputs, outputs, stride), each fed by the one before; only the first has the stride."""
     sizes = [inputs, *outputs]
-    return nn.Sequential(*(block(sizes[i], sizes[i + 1], stride if i == 0 else 1) for i in range(len(outputs))))
+    return nn.Sequential(
+        *(
+            block(sizes[i], sizes[i + 1], stride if i == 0 else 1)
+            for i in range(len(outputs))
+        )
+    )
 
 
 def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
     if inputs == outputs and stride == 1:
         return nn.Identity()
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+    )
 
 
 class BasicBlock(nn.Module):
@@ -44,8 +56,14 @@ class BasicBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), nn.BatchNorm2d(outputs)
-        self.conv2, self.bn2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs)
+        self.conv1, self.bn1 = (
+            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.conv2, self.bn2 = (
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
         self.downsample = _shortcut(inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,9 +83,18 @@ class Bottleneck(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         width = outputs // self.expansion
-        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False), nn.BatchNorm2d(width)
-        self.conv3, self.bn3 = nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.conv1, self.bn1 = (
+            nn.Conv2d(inputs, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        self.conv2, self.bn2 = (
+            nn.Conv2d(width, width, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        self.conv3, self.bn3 = (
+            nn.Conv2d(width, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
         self.downsample = _shortcut(inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,18 +105,33 @@ class Bottleneck(nn.Module):
 
 
 def _resnet(
-    block: type[BasicBlock] | type[Bottleneck], blocks: tuple[int, ...], classes: int, small_images: bool
+    block: type[BasicBlock] | type[Bottleneck],
+    blocks: tuple[int, ...],
+    classes: int,
+    small_images: bool,
 ) -> nn.Sequential:
-    stem = nn.Conv2d(3, 64, 3, padding=1, bias=False) if small_images else nn.Conv2d(3, 64, 7, 2, padding=3, bias=False)
-    layers: OrderedDict[str, nn.Module] = OrderedDict(conv1=stem, bn1=nn.BatchNorm2d(64), relu=nn.ReLU())
+    stem = (
+        nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        if small_images
+        else nn.Conv2d(3, 64, 7, 2, padding=3, bias=False)
+    )
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        conv1=stem, bn1=nn.BatchNorm2d(64), relu=nn.ReLU()
+    )
     if not small_images:
         layers["maxpool"] = nn.MaxPool2d(3, 2, padding=1)
     inputs = 64
     for i, count in enumerate(blocks):
         outputs = 64 * 2**i * block.expansion
-        layers[f"layer{i + 1}"] = stage(block, inputs, [outputs] * count, stride=1 if i == 0 else 2)
+        layers[f"layer{i + 1}"] = stage(
+            block, inputs, [outputs] * count, stride=1 if i == 0 else 2
+        )
         inputs = outputs
-    layers |= {"avgpool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "fc": nn.Linear(inputs, classes)}
+    layers |= {
+        "avgpool": nn.AdaptiveAvgPool2d(1),
+        "flatten": nn.Flatten(),
+        "fc": nn.Linear(inputs, classes),
+    }
     return started_by_fan_out(nn.Sequential(layers))
 
 
@@ -137,7 +179,9 @@ class WideBlock(nn.Module):
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         same = inputs == outputs and stride == 1
-        self.shortcut = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        self.shortcut = (
+            nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv1(F.relu(self.norm1(x)))
@@ -168,14 +212,26 @@ def wrn(depth: int = 28, width: int = 10, classes: int = 10) -> nn.Sequential:
         )
     if width < 1:
         raise ValueError(f"wrn: width must be at least 1, got {width!r}.")
-    layers: OrderedDict[str, nn.Module] = OrderedDict(stem=nn.Conv2d(3, 16, 3, padding=1, bias=False))
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        stem=nn.Conv2d(3, 16, 3, padding=1, bias=False)
+    )
     inputs = 16
     for i in range(3):
         outputs = 16 * 2**i * width
-        layers[f"group{i + 1}"] = stage(WideBlock, inputs, [outputs] * blocks, stride=1 if i == 0 else 2)
+        layers[f"group{i + 1}"] = stage(
+            WideBlock, inputs, [outputs] * blocks, stride=1 if i == 0 else 2
+        )
         inputs = outputs
-    layers |= {"norm": nn.BatchNorm2d(inputs), "relu": nn.ReLU(), "pool": nn.AdaptiveAvgPool2d(1)}
-    return start_kernels(nn.Sequential(layers | {"flatten": nn.Flatten(), "dense": nn.Linear(inputs, classes)}))
+    layers |= {
+        "norm": nn.BatchNorm2d(inputs),
+        "relu": nn.ReLU(),
+        "pool": nn.AdaptiveAvgPool2d(1),
+    }
+    return start_kernels(
+        nn.Sequential(
+            layers | {"flatten": nn.Flatten(), "dense": nn.Linear(inputs, classes)}
+        )
+    )
 
 
 class PyramidBlock(nn.Module):
@@ -186,8 +242,14 @@ class PyramidBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.bn1, self.conv1 = nn.BatchNorm2d(inputs), nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        self.bn2, self.conv2 = nn.BatchNorm2d(outputs), nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn1, self.conv1 = (
+            nn.BatchNorm2d(inputs),
+            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+        )
+        self.bn2, self.conv2 = (
+            nn.BatchNorm2d(outputs),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+        )
         self.bn3 = nn.BatchNorm2d(outputs)
         # Odd sizes round up here as they do in the convolution of stride 2.
         self.pool = nn.Identity() if stride == 1 else nn.AvgPool2d(2, ceil_mode=True)
@@ -199,7 +261,9 @@ class PyramidBlock(nn.Module):
         return y + F.pad(self.pool(x), (0, 0, 0, 0, 0, missing))
 
 
-def pyramidnet(depth: int = 110, alpha: float = 270, classes: int = 100) -> nn.Sequential:
+def pyramidnet(
+    depth: int = 110, alpha: float = 270, classes: int = 100
+) -> nn.Sequential:
     """PyramidNet with basic blocks (Han et al. 2017), the EMP paper's network for CIFAR-100.
 
     A stem of 16 filters and three groups, whose i-th block of all has 16 + alpha * i / (number of blocks) filters:
@@ -222,19 +286,35 @@ def pyramidnet(depth: int = 110, alpha: float = 270, classes: int = 100) -> nn.S
             f"pyramidnet has n blocks in each group, so depth must be 6 n + 2 (8, 14, ..., 110), got {depth!r}."
         )
     if alpha < 0:
-        raise ValueError(f"pyramidnet: alpha adds filters, so it must not be negative, got {alpha!r}.")
+        raise ValueError(
+            f"pyramidnet: alpha adds filters, so it must not be negative, got {alpha!r}."
+        )
     filters = [round(16 + alpha * i / (3 * blocks)) for i in range(3 * blocks + 1)]
     stem = nn.Conv2d(3, 16, 3, padding=1, bias=False)
-    layers: OrderedDict[str, nn.Module] = OrderedDict(conv1=stem, bn1=nn.BatchNorm2d(16))
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        conv1=stem, bn1=nn.BatchNorm2d(16)
+    )
     for i in range(3):
         inputs, *outputs = filters[i * blocks : (i + 1) * blocks + 1]
-        layers[f"layer{i + 1}"] = stage(PyramidBlock, inputs, outputs, stride=1 if i == 0 else 2)
-    layers |= {"bn_final": nn.BatchNorm2d(filters[-1]), "relu_final": nn.ReLU(), "avgpool": nn.AdaptiveAvgPool2d(1)}
-    return started_by_fan_out(nn.Sequential(layers | {"flatten": nn.Flatten(), "fc": nn.Linear(filters[-1], classes)}))
+        layers[f"layer{i + 1}"] = stage(
+            PyramidBlock, inputs, outputs, stride=1 if i == 0 else 2
+        )
+    layers |= {
+        "bn_final": nn.BatchNorm2d(filters[-1]),
+        "relu_final": nn.ReLU(),
+        "avgpool": nn.AdaptiveAvgPool2d(1),
+    }
+    return started_by_fan_out(
+        nn.Sequential(
+            layers | {"flatten": nn.Flatten(), "fc": nn.Linear(filters[-1], classes)}
+        )
+    )
 
 
 def _keras_norm(channels: int) -> nn.BatchNorm2d:
-    return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.01)  # Keras counts the part that stays, 0.99
+    return nn.BatchNorm2d(
+        channels, eps=1e-3, momentum=0.01
+    )  # Keras counts the part that stays, 0.99
 
 
 class ProjectingBlock(nn.Module):
@@ -246,7 +326,9 @@ class ProjectingBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = _keras_norm(inputs), _keras_norm(outputs)
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1 if stride == 1 else 0)
+        self.conv1 = nn.Conv2d(
+            inputs, outputs, 3, stride, padding=1 if stride == 1 else 0
+        )
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
         self.shortcut = nn.Conv2d(inputs, outputs, 1, stride)
 
@@ -276,9 +358,20 @@ def small_resnet(classes: int = 10) -> nn.Sequential:
         >>> small_resnet()(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 10])
     """
-    layers: OrderedDict[str, nn.Module] = OrderedDict(stem=nn.Conv2d(3, 64, 3, padding=1))
-    for i, (inputs, outputs, stride) in enumerate([(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)], start=1):
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        stem=nn.Conv2d(3, 64, 3, padding=1)
+    )
+    for i, (inputs, outputs, stride) in enumerate(
+        [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)], start=1
+    ):
         layers[f"block{i}"] = ProjectingBlock(inputs, outputs, stride)
-    layers |= {"norm": _keras_norm(512), "relu": nn.ReLU(), "pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
+    layers |= {
+        "norm": _keras_norm(512),
+        "relu": nn.ReLU(),
+        "pool": nn.AdaptiveAvgPool2d(1),
+        "flatten": nn.Flatten(),
+    }
     kernel = partial(nn.init.normal_, mean=0.0, std=0.1)
-    return start_kernels(nn.Sequential(layers | {"dense": nn.Linear(512, classes)}), kernel)
+    return start_kernels(
+        nn.Sequential(layers | {"dense": nn.Linear(512, classes)}), kernel
+    )

@@ -16,7 +16,9 @@ Noise = float | Literal["heteroscedastic", "learned"]
 _GAIN = 10.0
 
 
-def table_net(numbers: int, sizes: Sequence[int], outputs: int, hidden: Sequence[int] = (128, 128)) -> "TableNet":
+def table_net(
+    numbers: int, sizes: Sequence[int], outputs: int, hidden: Sequence[int] = (128, 128)
+) -> "TableNet":
     """Dense layers `dense1`, `dense2`, ... with ReLU and the last one, `head`; `table` embeds categories.
 
     Args:
@@ -35,7 +37,9 @@ def table_net(numbers: int, sizes: Sequence[int], outputs: int, hidden: Sequence
 class TableNet(nn.Sequential):
     """What `table_net` gives: a network whose copies in an ensemble start anew."""
 
-    def __init__(self, numbers: int, sizes: Sequence[int], outputs: int, hidden: Sequence[int]) -> None:
+    def __init__(
+        self, numbers: int, sizes: Sequence[int], outputs: int, hidden: Sequence[int]
+    ) -> None:
         table = Embedded(numbers, sizes)
         super().__init__()
         if sizes:
@@ -75,7 +79,9 @@ class Embedded(nn.Module):
         widths = [min(16, round(1.6 * size**0.56)) for size in sizes]
         self.numbers, self.width = numbers, numbers + sum(widths)
         self.sizes = tuple(sizes)
-        self.words = nn.ModuleList(nn.Embedding(size, width) for size, width in zip(sizes, widths))
+        self.words = nn.ModuleList(
+            nn.Embedding(size, width) for size, width in zip(sizes, widths)
+        )
 
     def init_weights(self) -> None:
         for table in self.words:
@@ -86,7 +92,9 @@ class Embedded(nn.Module):
         parts = [x[:, : self.numbers]]
         for j, table in enumerate(self.words):
             # Clamped, since whether rows keep apart is found out with other numbers than those of the table.
-            parts.append(table(x[:, self.numbers + j].long().clamp(0, self.sizes[j] - 1)))
+            parts.append(
+                table(x[:, self.numbers + j].long().clamp(0, self.sizes[j] - 1))
+            )
         return torch.cat(parts, 1)
 
 
@@ -109,7 +117,11 @@ class WithNoise(nn.Module):
         out = self.network(x)
         needed = self.targets * (2 if self.noise == "heteroscedastic" else 1)
         if out.shape[-1] != needed:
-            each = "a mean and a raw scale for each" if needed > self.targets else "one for each"
+            each = (
+                "a mean and a raw scale for each"
+                if needed > self.targets
+                else "one for each"
+            )
             raise ValueError(
                 f"The network gives {out.shape[-1]} outputs for a row, but {needed} are needed: {each} of "
                 f"{self.targets} targets (noise={self.noise!r})."

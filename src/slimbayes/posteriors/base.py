@@ -51,11 +51,19 @@ class Posterior(Keyed, ABC):
     blockwise: bool = False  # one draw serves a whole block of rows, never a single one
     # What a method says of itself.
     members: int = 1  # K
-    late: bool = False  # it draws while its layer runs, when the shape of the input is known
-    own_role: ClassVar[Role] = "weight"  # what the layer's own weight and bias are to it
-    regularises_mean: bool = False  # whether the KL already holds a prior on the layer's own weight
+    late: bool = (
+        False  # it draws while its layer runs, when the shape of the input is known
+    )
+    own_role: ClassVar[Role] = (
+        "weight"  # what the layer's own weight and bias are to it
+    )
+    regularises_mean: bool = (
+        False  # whether the KL already holds a prior on the layer's own weight
+    )
     regularises_bias: bool = False  # and on its bias
-    oriented: ClassVar[bool] = False  # it scales inputs and outputs: a layer tied the other way round cannot share it
+    oriented: ClassVar[bool] = (
+        False  # it scales inputs and outputs: a layer tied the other way round cannot share it
+    )
     note: str = ""  # what a summary should say about it
 
     def __init__(self) -> None:
@@ -133,7 +141,9 @@ class Posterior(Keyed, ABC):
 
     def choices(self) -> Tensor:
         """Which of a few functions each draw of this pass is, as integers (n,), where draws are countable."""
-        return self.by_member(torch.arange(self.members, device=self.device), self.drawn)
+        return self.by_member(
+            torch.arange(self.members, device=self.device), self.drawn
+        )
 
     @property
     def log_size(self) -> float:
@@ -248,7 +258,9 @@ class WeightPosterior(Posterior):
     def has_weights(self) -> bool:
         return not self.per_row
 
-    def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+    def weights(
+        self, linear: LinearMap, draws: slice = slice(None)
+    ) -> tuple[Tensor, Tensor | None]:
         """Weights (n, *shape) and biases (n, out) of this pass's draws, or of some."""
         values = self.values()
         change, shift = values if isinstance(values, tuple) else (values, None)
@@ -263,7 +275,9 @@ class WeightPosterior(Posterior):
         """Apply this pass's draw of the linear map to x."""
         return linear.blocks(x, *self.weights(linear), self.current)
 
-    def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
+    def materialise(
+        self, linear: LinearMap, index: int
+    ) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of draw `index` as plain tensors, for kernels that take nothing else."""
         weights, biases = self.weights(linear, slice(index, index + 1))
         return weights.squeeze(0), None if biases is None else biases.squeeze(0)

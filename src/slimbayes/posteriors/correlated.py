@@ -29,7 +29,11 @@ from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import WeightPosterior
-from slimbayes.posteriors.configs.weights import CorrelatedConfig, FullMatrixNormal, MultivariateNormal
+from slimbayes.posteriors.configs.weights import (
+    CorrelatedConfig,
+    FullMatrixNormal,
+    MultivariateNormal,
+)
 
 
 class Triangle(nn.Module):
@@ -41,7 +45,9 @@ class Triangle(nn.Module):
     def __init__(self, size: int, scale: float) -> None:
         super().__init__()
         self.log_scale = nn.Parameter(torch.full((size,), math.log(scale)))
-        self.below = nn.Parameter(torch.zeros(size * (size - 1) // 2)) if size > 1 else None
+        self.below = (
+            nn.Parameter(torch.zeros(size * (size - 1) // 2)) if size > 1 else None
+        )
 
     def matrix(self) -> Tensor:
         """The triangle (n, n), in float32 at least."""
@@ -97,23 +103,42 @@ class CorrelatedPosterior(WeightPosterior):
         mean, free = self.site.to_matrix(widen(linear.weight)), self._free(linear)
         prior = self.prior
         # Terms that nearly cancel beside the prior are summed in more digits.
-        squares = free * (self.variances(free) + (mean - prior.loc).square()) * (0.5 / prior.scale**2)
+        squares = (
+            free
+            * (self.variances(free) + (mean - prior.loc).square())
+            * (0.5 / prior.scale**2)
+        )
         terms = squares - free * (0.5 - math.log(prior.scale) + self.log_diagonal())
         return terms.sum(dtype=sum_dtype(terms)).to(mean.dtype)
 
     def log_ratio(self) -> Tensor:
         linear = self.linear_map()
-        free, noise = self._free(linear).double(), self._normal(self.noise.block).double()
+        free, noise = (
+            self._free(linear).double(),
+            self._normal(self.noise.block).double(),
+        )
         drawn = (linear.weight + self.values()).double()
         weights = torch.stack([self.site.to_matrix(one) for one in drawn])
-        log_q = -0.5 * noise.square() - self.log_diagonal().double() - 0.5 * math.log(2 * math.pi)
+        log_q = (
+            -0.5 * noise.square()
+            - self.log_diagonal().double()
+            - 0.5 * math.log(2 * math.pi)
+        )
         return (free * (self.prior.log_prob(weights) - log_q)).flatten(1).sum(1)
 
     def against_prior(self) -> list[tuple[Tensor, Tensor]]:
         linear = self.linear_map()
-        mean, free = self.site.to_matrix(widen(linear.weight.detach())), self._free(linear)
+        mean, free = (
+            self.site.to_matrix(widen(linear.weight.detach())),
+            self._free(linear),
+        )
         prior, deviation = self.prior, self.variances(free).detach().sqrt()
-        return [(((mean - prior.loc) / prior.scale)[free > 0], deviation[free > 0] / prior.scale)]
+        return [
+            (
+                ((mean - prior.loc) / prior.scale)[free > 0],
+                deviation[free > 0] / prior.scale,
+            )
+        ]
 
 
 class MultivariateNormalPosterior(CorrelatedPosterior):
@@ -139,7 +164,9 @@ class FullMatrixNormalPosterior(CorrelatedPosterior):
 
     def __init__(self, config: FullMatrixNormal, site: Site) -> None:
         super().__init__(config, site)
-        self.rows, self.columns = (Triangle(size, math.sqrt(config.scale_init)) for size in site.matrix)
+        self.rows, self.columns = (
+            Triangle(size, math.sqrt(config.scale_init)) for size in site.matrix
+        )
 
     def spread(self, noise: Tensor) -> Tensor:
         return self.rows.matrix() @ noise @ self.columns.matrix().T

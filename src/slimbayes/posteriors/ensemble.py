@@ -38,10 +38,16 @@ def copies(config: Ensemble, module: nn.Module) -> EnsemblePosterior:
     else:
         others = [_built(module, config.factory) for _ in range(config.members - 1)]
     posterior = EnsemblePosterior(module, others, config.execution)
-    own = {name: t for name, t in module.state_dict().items() if isinstance(t, Tensor) and not t.is_meta}
+    own = {
+        name: t
+        for name, t in module.state_dict().items()
+        if isinstance(t, Tensor) and not t.is_meta
+    }
     fresh = others if config.factory is None and config.init == "fresh" else []
     states = [other.state_dict() for other in fresh]
-    posterior.alike = bool(states) and all(torch.equal(t, state[name]) for state in states for name, t in own.items())
+    posterior.alike = bool(states) and all(
+        torch.equal(t, state[name]) for state in states for name, t in own.items()
+    )
     if guessed:
         names = ", ".join([*guessed[:3], "..."] if guessed[3:] else guessed)
         why = "do not start as torch starts them, and how is not known: other members start with their spread"
@@ -53,16 +59,24 @@ def _built(module: nn.Module, factory: Callable[[], nn.Module]) -> nn.Module:
     """A member from the factory, on the module's device and in its type."""
     new, first = factory(), next(module.parameters(), torch.empty(0))
     shapes, wanted = shapes_of(new), shapes_of(module)
-    differ = sorted(n for n in shapes.keys() | wanted.keys() if shapes.get(n) != wanted.get(n))
+    differ = sorted(
+        n for n in shapes.keys() | wanted.keys() if shapes.get(n) != wanted.get(n)
+    )
     if differ:
         names = ", ".join(differ[:5])
-        raise ValueError(f"Ensemble: factory builds another network than the one converted: they differ in {names}.")
+        raise ValueError(
+            f"Ensemble: factory builds another network than the one converted: they differ in {names}."
+        )
     return new.to(device=first.device, dtype=first.dtype).train(module.training)
 
 
 def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors in a module's state, by name; it may also keep what is none (`get_extra_state`)."""
-    return {name: tuple(t.shape) for name, t in module.state_dict().items() if isinstance(t, Tensor)}
+    return {
+        name: tuple(t.shape)
+        for name, t in module.state_dict().items()
+        if isinstance(t, Tensor)
+    }
 
 
 @torch.no_grad()
@@ -70,10 +84,18 @@ def _start(member: nn.Module, config: Ensemble) -> list[str]:
     """Start a copy as the config says; returns names of parameters whose own start had to be guessed."""
     if config.init == "fresh":
         return _reset(member)
-    tables: Any = [m for m in member.modules() if kind_of(m) == "table" and getattr(m, "padding_idx", None) is not None]
+    tables: Any = [
+        m
+        for m in member.modules()
+        if kind_of(m) == "table" and getattr(m, "padding_idx", None) is not None
+    ]
     paddings = [(m, m.get_parameter("weight")[m.padding_idx].clone()) for m in tables]
     for parameter in member.parameters():
-        parameter.add_(config.jitter * parameter.square().mean().sqrt() * torch.randn_like(parameter))
+        parameter.add_(
+            config.jitter
+            * parameter.square().mean().sqrt()
+            * torch.randn_like(parameter)
+        )
     for table, row in paddings:
         table.get_parameter("weight")[table.padding_idx] = row  # no parameter: it stays
     return []
@@ -82,29 +104,48 @@ def _start(member: nn.Module, config: Ensemble) -> list[str]:
 def _reset(member: Any) -> list[str]:
     """Start a network anew as it would itself; returns names of parameters of which that is a guess."""
     if any(cls.__name__ == "PreTrainedModel" for cls in type(member).__mro__):
-        for module in member.modules():  # transformers' know how to start each of their modules
+        for (
+            module
+        ) in member.modules():  # transformers' know how to start each of their modules
             member._init_weights(module)
         return []
-    free = {n: p for n, p in member.named_parameters() if p.requires_grad and not p.is_meta}
+    free = {
+        n: p for n, p in member.named_parameters() if p.requires_grad and not p.is_meta
+    }
     before = {name: p.detach().clone() for name, p in free.items()}
     for parameter in free.values():
         parameter.add_(1)  # what nothing resets is known by it
     own: Any = getattr(member, "init_weights", None)  # timm's name for it
-    knows = callable(own) and not inspect.signature(own).parameters.keys() - {"mode", "needs_reset"}
+    knows = callable(own) and not inspect.signature(own).parameters.keys() - {
+        "mode",
+        "needs_reset",
+    }
     starts: list[Any] = [own] if knows else resets(member)
     for reset in starts:
         try:
             reset()
-        except Exception:  # a start of its own that does not run: as where nothing starts them
+        except (
+            Exception
+        ):  # a start of its own that does not run: as where nothing starts them
             broken = {id(p) for p in reset.__self__.parameters()}
-            for name in [name for name, parameter in free.items() if id(parameter) in broken]:
+            for name in [
+                name for name, parameter in free.items() if id(parameter) in broken
+            ]:
                 free[name].copy_(before[name] + 1)
     left = [name for name, p in free.items() if torch.equal(p, before[name] + 1)]
     for name in left:
         _shuffle(free[name], before[name])
     # A network that has an initialiser of its own starts by it, wherever that leads.
-    guessed = [] if knows else [n for n, p in free.items() if n not in left and _respread(p, before[n])]
-    return [name for name in free if name in guessed or (name in left and not _constant(before[name]))]
+    guessed = (
+        []
+        if knows
+        else [n for n, p in free.items() if n not in left and _respread(p, before[n])]
+    )
+    return [
+        name
+        for name in free
+        if name in guessed or (name in left and not _constant(before[name]))
+    ]
 
 
 def _constant(own: Tensor) -> bool:
@@ -132,7 +173,9 @@ def _respread(parameter: Tensor, own: Tensor) -> bool:
     if parameter.dim() < 2 or not float(parameter.std()) > 0:
         return False
     ratio = float(own.std() / parameter.std())
-    if abs(math.log(ratio)) < 6 / math.sqrt(2 * own.numel()):  # as far apart as two draws of one start
+    if abs(math.log(ratio)) < 6 / math.sqrt(
+        2 * own.numel()
+    ):  # as far apart as two draws of one start
         return False
     parameter.mul_(ratio)
     return True
@@ -162,13 +205,17 @@ class EnsemblePosterior(Members):
     others: nn.ModuleList
     alike = False  # whether members that were to start anew have the numbers of the first, as constants have
 
-    def __init__(self, module: nn.Module, others: Sequence[nn.Module], execution: Execution) -> None:
+    def __init__(
+        self, module: nn.Module, others: Sequence[nn.Module], execution: Execution
+    ) -> None:
         super().__init__()
         self.members = len(others) + 1
         self.others = nn.ModuleList(others)
         self.batch_dim = 0  # kept here, not on the module, whose attributes are its own
         self.register_buffer("weights", torch.full((self.members,), 1.0 / self.members))
-        wanted = execution == "batched" or (execution == "auto" and batches_well(module, self.members))
+        wanted = execution == "batched" or (
+            execution == "auto" and batches_well(module, self.members)
+        )
         self.batched = len(others) > 0 and wanted
 
     def join(self, layer: Any) -> None:
@@ -180,10 +227,16 @@ class EnsemblePosterior(Members):
         """The first thing that members have different and that is not in their state, if any: a part's type, a flag,
         number or function that it keeps, a tensor that is no parameter and no persistent buffer.
         """
-        own = [(n, m) for n, m in self.layer.named_modules() if not f"{n}.".startswith("posterior.")]
+        own = [
+            (n, m)
+            for n, m in self.layer.named_modules()
+            if not f"{n}.".startswith("posterior.")
+        ]
         for other in self.others:
             for (name, a), b in zip(own, other.modules(), strict=False):
-                if getattr(type(a), "plain", type(a)) is not getattr(type(b), "plain", type(b)):
+                if getattr(type(a), "plain", type(a)) is not getattr(
+                    type(b), "plain", type(b)
+                ):
                     return name
                 theirs = _unsaved(b)
                 for at, value in _unsaved(a).items():
@@ -198,7 +251,11 @@ class EnsemblePosterior(Members):
                 f"Members differ in {what}, which is no parameter, so another cannot take the place of the first: join "
                 f"those you want by ensemble([...])."
             )
-        own = {n: t for n, t in self.layer.state_dict().items() if not n.startswith("posterior.")}
+        own = {
+            n: t
+            for n, t in self.layer.state_dict().items()
+            if not n.startswith("posterior.")
+        }
         every = [own, *(other.state_dict() for other in self.others)]
         states = [copy.deepcopy(dict(every[k])) for k in members]
         if members[0]:
@@ -222,16 +279,24 @@ class EnsemblePosterior(Members):
 
 def _alike(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and (a.is_meta or b.is_meta or bool((a.to(b) == b).all()))
+        return a.shape == b.shape and (
+            a.is_meta or b.is_meta or bool((a.to(b) == b).all())
+        )
     return type(a) is type(b) and a == b
 
 
 def _unsaved(module: nn.Module) -> dict[str, Any]:
     """What a module keeps that may decide what it does and that its state does not hold; not what it counts."""
     kinds = (bool, float, str, Tensor, types.FunctionType, types.BuiltinFunctionType)
-    kept = {n: v for n, v in vars(module).items() if n != "training" and not n.startswith("_slimbayes")}
+    kept = {
+        n: v
+        for n, v in vars(module).items()
+        if n != "training" and not n.startswith("_slimbayes")
+    }
     buffers = {n: module._buffers[n] for n in module._non_persistent_buffers_set}
-    return {n: value for n, value in (kept | buffers).items() if isinstance(value, kinds)}
+    return {
+        n: value for n, value in (kept | buffers).items() if isinstance(value, kinds)
+    }
 
 
 _PLAIN: tuple[type[nn.Module], ...] = (
@@ -243,4 +308,8 @@ _PLAIN: tuple[type[nn.Module], ...] = (
 def batches_well(module: nn.Module, members: int) -> bool:
     """Whether running all members at once was measured to be faster: dense layers, many members, few parameters."""
     plain = all(type(m) in _PLAIN for m in module.modules())
-    return plain and members >= 16 and sum(p.numel() for p in module.parameters()) <= 2_000_000
+    return (
+        plain
+        and members >= 16
+        and sum(p.numel() for p in module.parameters()) <= 2_000_000
+    )

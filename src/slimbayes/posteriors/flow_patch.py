@@ -46,7 +46,9 @@ class FlowPosterior(WeightPosterior):
         self.precisions = precisions[: 2 if site.bias else 1]
         self.log_scale = nn.Parameter(torch.full((size,), math.log(config.scale_init)))
         self.u = nn.Parameter(0.1 * config.scale_init * torch.randn(config.steps, size))
-        self.w = nn.Parameter(torch.randn(config.steps, size) / (config.scale_init * math.sqrt(size)))
+        self.w = nn.Parameter(
+            torch.randn(config.steps, size) / (config.scale_init * math.sqrt(size))
+        )
         self.c = nn.Parameter(torch.zeros(config.steps))
 
     def role(self, name: str) -> Role:
@@ -77,7 +79,9 @@ class FlowPosterior(WeightPosterior):
     def realise(self, noise: Noise) -> tuple[Tensor, Tensor | None]:
         """Deviations of the scales and of the biases, (n, *shape)."""
         weight, bias = self.deviations(noise.block)[0].tensor_split([self.size], 1)
-        return weight.view(-1, *self.site.shape), bias.view(-1, *self.site.shape) if self.site.bias else None
+        return weight.view(-1, *self.site.shape), bias.view(
+            -1, *self.site.shape
+        ) if self.site.bias else None
 
     def _mean(self) -> Tensor:
         linear = self.linear_map()
@@ -87,15 +91,25 @@ class FlowPosterior(WeightPosterior):
     def _log_prior(self, values: Tensor) -> Tensor:
         """Log density of scales and biases (n, D) under their priors, (n,)."""
         terms = [
-            0.5 * (len(part[0]) * math.log(tau / (2 * math.pi)) - tau * part.square().sum(1))
-            for part, tau in zip(values.split(self.size, 1), self.precisions, strict=True)
+            0.5
+            * (
+                len(part[0]) * math.log(tau / (2 * math.pi))
+                - tau * part.square().sum(1)
+            )
+            for part, tau in zip(
+                values.split(self.size, 1), self.precisions, strict=True
+            )
         ]
         return sum(terms[1:], terms[0])
 
     def kl(self) -> Tensor:
         size = len(self.log_scale)
-        d, log_det = self.deviations(standard_normal((self.samples, size), self.device, self.dtype))
-        entropy = 0.5 * size * math.log(2 * math.pi * math.e) + widen(self.log_scale).sum()
+        d, log_det = self.deviations(
+            standard_normal((self.samples, size), self.device, self.dtype)
+        )
+        entropy = (
+            0.5 * size * math.log(2 * math.pi * math.e) + widen(self.log_scale).sum()
+        )
         return -entropy - (log_det + self._log_prior(self._mean() + d)).mean()
 
     def log_ratio(self) -> Tensor:
@@ -108,4 +122,7 @@ class FlowPosterior(WeightPosterior):
     def against_prior(self) -> list[tuple[Tensor, Tensor]]:
         noise = standard_normal((_DRAWS, len(self.log_scale)), self.device, self.dtype)
         values = (self._mean() + self.deviations(noise)[0]).detach().split(self.size, 1)
-        return [(v.mean(0) * tau**0.5, v.std(0) * tau**0.5) for v, tau in zip(values, self.precisions, strict=True)]
+        return [
+            (v.mean(0) * tau**0.5, v.std(0) * tau**0.5)
+            for v, tau in zip(values, self.precisions, strict=True)
+        ]

@@ -58,7 +58,9 @@ class Perturbation(NamedTuple):
     @property
     def weight(self) -> Tensor:
         """Deviations of the weights, (n, *shape)."""
-        if self.noise.shape[0] == 1:  # without a dimension over which backward would have to sum
+        if (
+            self.noise.shape[0] == 1
+        ):  # without a dimension over which backward would have to sum
             return (self.scale * self.noise.squeeze(0)).unsqueeze(0)
         return self.scale * self.noise
 
@@ -67,7 +69,9 @@ class Perturbation(NamedTuple):
         if linear.mask is not None or linear.weight.dtype != self.scale.dtype:
             return linear.weight + linear.masked(self.weight).to(linear.weight.dtype)
         if self.noise.shape[0] == 1:
-            return mean_plus_noise(linear.weight, self.scale, self.noise.squeeze(0)).unsqueeze(0)
+            return mean_plus_noise(
+                linear.weight, self.scale, self.noise.squeeze(0)
+            ).unsqueeze(0)
         return torch.addcmul(linear.weight, self.scale, self.noise)
 
 
@@ -80,22 +84,38 @@ class GaussianPosterior(WeightPosterior):
     def __init__(self, config: GaussianConfig, site: Site) -> None:
         super().__init__()
         self.site, self.estimator = site, config.estimator
-        self.prior, self.bias_prior = config.prior.for_layer(site.fan_in), config.prior.for_biases()
+        self.prior, self.bias_prior = (
+            config.prior.for_layer(site.fan_in),
+            config.prior.for_biases(),
+        )
         self.log_cap = None if config.max_scale is None else math.log(config.max_scale)
         self.independent_positions = config.independent_positions
         self.regularises_mean = not isinstance(config.prior, TiedMean)
         self.late = self.estimator == "local"
         if self.late and not site.whole and site.positions in ("pooled", "nonlinear"):
-            raise ValueError("the local estimator cannot tell the variance of pooled vectors; use 'reparam'")
-        if self.late and not site.whole and site.positions == "many" and not self.independent_positions:
+            raise ValueError(
+                "the local estimator cannot tell the variance of pooled vectors; use 'reparam'"
+            )
+        if (
+            self.late
+            and not site.whole
+            and site.positions == "many"
+            and not self.independent_positions
+        ):
             raise ValueError(
                 "the local estimator is exact only where each row meets the weights once, and this layer shares them "
                 f"over positions or steps. {_INDEPENDENT}"
             )
         if self.estimator == "flipout" and site.positions == "nonlinear":
-            raise ValueError("flipout needs outputs linear in the weights, which a maximum is not; use 'reparam'")
+            raise ValueError(
+                "flipout needs outputs linear in the weights, which a maximum is not; use 'reparam'"
+            )
         gaussian_bias = site.bias and config.bias == "gaussian"
-        self.bias_log_scale = nn.Parameter(initial_log_scale(config, (site.n_out,))) if gaussian_bias else None
+        self.bias_log_scale = (
+            nn.Parameter(initial_log_scale(config, (site.n_out,)))
+            if gaussian_bias
+            else None
+        )
         self.regularises_bias = gaussian_bias and self.regularises_mean
 
     @abstractmethod
@@ -119,13 +139,23 @@ class GaussianPosterior(WeightPosterior):
         return self.site.to_matrix(self.log_scale().detach()).double().exp()
 
     def _capped(self, log_scale: Tensor) -> Tensor:
-        return widen(log_scale) if self.log_cap is None else _Cap.apply(widen(log_scale), self.log_cap)
+        return (
+            widen(log_scale)
+            if self.log_cap is None
+            else _Cap.apply(widen(log_scale), self.log_cap)
+        )
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
-        weights = math.prod(self.site.shape) + (0 if self.bias_log_scale is None else self.site.n_out)
+        weights = math.prod(self.site.shape) + (
+            0 if self.bias_log_scale is None else self.site.n_out
+        )
         if not rowwise or self.estimator == "reparam":
             return weights, 0
-        return (weights, -(-(self.site.n_in + self.site.n_out) // 8)) if self.estimator == "flipout" else (0, 0)
+        return (
+            (weights, -(-(self.site.n_in + self.site.n_out) // 8))
+            if self.estimator == "flipout"
+            else (0, 0)
+        )
 
     @property
     def has_weights(self) -> bool:
@@ -137,24 +167,40 @@ class GaussianPosterior(WeightPosterior):
         alike: dict[Any, list[Any]] = {}
         for p in posteriors:
             noise = current.noise[p.key]
-            alike.setdefault((noise.row.device, noise.row.dtype) if noise.row.shape[1] else None, []).append((p, noise))
+            alike.setdefault(
+                (noise.row.device, noise.row.dtype) if noise.row.shape[1] else None, []
+            ).append((p, noise))
         super().realise_together([p for p, _ in alike.pop(None, [])], current)
         for same in alike.values():
             rows = [noise.row for _, noise in same]
-            signs = rademacher(torch.cat(rows, 1)).split([8 * row.shape[1] for row in rows], 1)
-            current.values |= {p.key: p._perturbation(own, part) for (p, own), part in zip(same, signs, strict=True)}
+            signs = rademacher(torch.cat(rows, 1)).split(
+                [8 * row.shape[1] for row in rows], 1
+            )
+            current.values |= {
+                p.key: p._perturbation(own, part)
+                for (p, own), part in zip(same, signs, strict=True)
+            }
 
     def realise(self, noise: Noise) -> Perturbation | None:
-        return self._perturbation(noise, rademacher(noise.row) if self.per_row else None)
+        return self._perturbation(
+            noise, rademacher(noise.row) if self.per_row else None
+        )
 
     def _perturbation(self, noise: Noise, signs: Tensor | None) -> Perturbation | None:
         if not noise.block.shape[1]:  # the local estimator draws no weights
             return None
         size, bias, a = math.prod(self.site.shape), None, self.site.n_in
-        scale, normal = self.scale(), noise.block[:, :size].reshape(-1, *self.site.shape)
+        scale, normal = (
+            self.scale(),
+            noise.block[:, :size].reshape(-1, *self.site.shape),
+        )
         if self.bias_log_scale is not None:
             bias = self._capped(self.bias_log_scale).exp() * noise.block[:, size:]
-        each = (None, None) if signs is None else (signs[:, :a], signs[:, a : a + self.site.n_out])
+        each = (
+            (None, None)
+            if signs is None
+            else (signs[:, :a], signs[:, a : a + self.site.n_out])
+        )
         return Perturbation(scale, normal, bias, *each)
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
@@ -168,13 +214,23 @@ class GaussianPosterior(WeightPosterior):
         if drawn.bias is not None:
             y = linear.rows(operator.add, y, drawn.bias, self.current)
 
-        def onto(z: Tensor, sign: Tensor) -> Tensor:  # z may come cut into blocks of rows, y be one row for all
-            return mean_plus_noise(y.reshape(z.shape) if y.numel() == z.numel() else y.expand(z.shape), z, sign)
+        def onto(
+            z: Tensor, sign: Tensor
+        ) -> Tensor:  # z may come cut into blocks of rows, y be one row for all
+            return mean_plus_noise(
+                y.reshape(z.shape) if y.numel() == z.numel() else y.expand(z.shape),
+                z,
+                sign,
+            )
 
-        z = linear.modulated(operator.mul, x, drawn.sign_in, None, self.current, weights=deviation)
+        z = linear.modulated(
+            operator.mul, x, drawn.sign_in, None, self.current, weights=deviation
+        )
         return linear.rows(onto, z, drawn.sign_out, self.current)
 
-    def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+    def weights(
+        self, linear: LinearMap, draws: slice = slice(None)
+    ) -> tuple[Tensor, Tensor | None]:
         drawn: Perturbation = self.values()
         weights = drawn._replace(noise=drawn.noise[draws]).weights(linear)
         if linear.bias is None:
@@ -191,10 +247,21 @@ class GaussianPosterior(WeightPosterior):
         if self.bias_log_scale is not None:
             of_bias = (2 * self._capped(self.bias_log_scale)).exp().to(variance.dtype)
             variance = variance + linear.along_channels(of_bias, variance.dim())
-        dim = None if self.current.layout is None or linear.batch_dim < 0 else linear.batch_dim
-        noise = drawn_late(self, lambda shape: standard_normal(shape, mean.device, mean.dtype), mean.shape, dim)
+        dim = (
+            None
+            if self.current.layout is None or linear.batch_dim < 0
+            else linear.batch_dim
+        )
+        noise = drawn_late(
+            self,
+            lambda shape: standard_normal(shape, mean.device, mean.dtype),
+            mean.shape,
+            dim,
+        )
         # Clamped: the root of an exact zero (a row of zeros) has no gradient. A normal float16 would be too large.
-        root = variance.clamp_min(min(torch.finfo(variance.dtype).tiny * 1e4, 1e-7)).sqrt()
+        root = variance.clamp_min(
+            min(torch.finfo(variance.dtype).tiny * 1e4, 1e-7)
+        ).sqrt()
         return mean_plus_noise(mean, root, noise)
 
     def _check_met_once(self, x: Tensor) -> None:
@@ -211,34 +278,58 @@ class GaussianPosterior(WeightPosterior):
 
     def output_variance(self, squared: Tensor, linear: LinearMap) -> Tensor:
         """Variance of the outputs given the squared inputs: sigma^2 x^2."""
-        return linear.op(squared, linear.masked((2 * self.log_scale()).exp()).to(linear.weight.dtype), None)
+        return linear.op(
+            squared,
+            linear.masked((2 * self.log_scale()).exp()).to(linear.weight.dtype),
+            None,
+        )
 
     def kl(self) -> Tensor:
         linear = self.linear_map()
-        free = linear.free(widen(linear.weight), self.log_scale())  # what stays as it is has no distribution
+        free = linear.free(
+            widen(linear.weight), self.log_scale()
+        )  # what stays as it is has no distribution
         return sum(self.kl_of_bias(linear), self.prior.gaussian_kl(*free))
 
     def kl_of_bias(self, linear: LinearMap) -> list[Tensor]:
         """KL of the biases to their prior, where they have posteriors: one scalar or none."""
         if self.bias_log_scale is None or linear.bias is None:
             return []
-        return [self.bias_prior.gaussian_kl(widen(linear.bias), self._capped(self.bias_log_scale))]
+        return [
+            self.bias_prior.gaussian_kl(
+                widen(linear.bias), self._capped(self.bias_log_scale)
+            )
+        ]
 
     def log_ratio(self) -> Tensor:
         drawn: Perturbation = self.values()
         linear = self.linear_map()
-        deviation, weight, log_scale = linear.free(drawn.weight, linear.weight, self.log_scale())
+        deviation, weight, log_scale = linear.free(
+            drawn.weight, linear.weight, self.log_scale()
+        )
         total = gaussian_log_ratio(deviation, weight, log_scale, self.prior)
-        if drawn.bias is not None and linear.bias is not None and self.bias_log_scale is not None:
+        if (
+            drawn.bias is not None
+            and linear.bias is not None
+            and self.bias_log_scale is not None
+        ):
             log_scale = self._capped(self.bias_log_scale)
-            total = total + gaussian_log_ratio(drawn.bias, linear.bias, log_scale, self.bias_prior)
+            total = total + gaussian_log_ratio(
+                drawn.bias, linear.bias, log_scale, self.bias_prior
+            )
         return total
 
     def against_prior(self) -> list[tuple[Tensor, Tensor]]:
         linear = self.linear_map()
-        mean, log_scale = linear.free(widen(linear.weight.detach()), self.log_scale().detach())
+        mean, log_scale = linear.free(
+            widen(linear.weight.detach()), self.log_scale().detach()
+        )
         prior = self.prior.of_weights(mean, log_scale)
-        return [((mean - prior.loc) / prior.scale, log_scale.exp() / prior.scale)] if isinstance(prior, Normal) else []
+        return (
+            [((mean - prior.loc) / prior.scale, log_scale.exp() / prior.scale)]
+            if isinstance(prior, Normal)
+            else []
+        )
 
 
 class MeanFieldPosterior(GaussianPosterior):

@@ -33,7 +33,9 @@ from slimbayes.posteriors.rank1 import Rank1Posterior
 
 ROUNDING = 2e-3  # relative
 MOST_ENTANGLED = 0.1  # share of a weight by which its draws may be off on average
-ByMember = Callable[[Tensor, int], Tensor]  # `Posterior.by_member`, or what lays one member out for all rows
+ByMember = Callable[
+    [Tensor, int], Tensor
+]  # `Posterior.by_member`, or what lays one member out for all rows
 
 
 class JointNormalPosterior(WeightPosterior):
@@ -51,20 +53,36 @@ class JointNormalPosterior(WeightPosterior):
     def _init_covariance(self, config: JointNormal, site: Site, size: int) -> None:
         assert isinstance(config.prior, Normal)
         self.site, self.size, self.prior = site, size, config.prior
-        self.log_scale = nn.Parameter(torch.full((config.members, size), math.log(config.scale_init)))
+        self.log_scale = nn.Parameter(
+            torch.full((config.members, size), math.log(config.scale_init))
+        )
         full, count = size <= config.full_up_to, config.directions
         whole = full and count is None
-        self.lower = nn.Parameter(torch.zeros(config.members, size * (size - 1) // 2)) if whole else None
+        self.lower = (
+            nn.Parameter(torch.zeros(config.members, size * (size - 1) // 2))
+            if whole
+            else None
+        )
         self.register_parameter("directions", None)
-        self.note = "" if full else f"independent: its {size:,} numbers are more than full_up_to={config.full_up_to:,}"
+        self.note = (
+            ""
+            if full
+            else f"independent: its {size:,} numbers are more than full_up_to={config.full_up_to:,}"
+        )
         if full and count is not None:
             # Small, but not zero, where the derivative by V is zero, too: it would stay there.
-            self._use_directions(torch.randn(config.members, size, count) * (0.1 / math.sqrt(size)))
+            self._use_directions(
+                torch.randn(config.members, size, count) * (0.1 / math.sqrt(size))
+            )
 
     def _use_directions(self, directions: Tensor) -> None:
         self.lower = None
-        self.directions = nn.Parameter(directions.contiguous())  # as it is once loaded, to the last bit
-        self.note = f"the prior but for {directions.shape[2]:,} of {self.size:,} directions"
+        self.directions = nn.Parameter(
+            directions.contiguous()
+        )  # as it is once loaded, to the last bit
+        self.note = (
+            f"the prior but for {directions.shape[2]:,} of {self.size:,} directions"
+        )
 
     @property
     def correlated(self) -> bool:
@@ -86,7 +104,9 @@ class JointNormalPosterior(WeightPosterior):
         return self.size, 0
 
     def realise(self, noise: Noise) -> Any:
-        return self.draws_at(self._deviation(noise.block, self.by_member), self.by_member)
+        return self.draws_at(
+            self._deviation(noise.block, self.by_member), self.by_member
+        )
 
     def _deviation(self, lines: Tensor, by_member: ByMember) -> Tensor:
         """L e of each draw's member, for e (n, D)."""
@@ -95,11 +115,15 @@ class JointNormalPosterior(WeightPosterior):
             return by_member(scale, len(lines)) * lines
         lines = lines.to(scale.dtype)
         if self.directions is None:
-            every = torch.einsum("nj,kij->nki", lines, self.root())  # of every member, (n, K, D)
+            every = torch.einsum(
+                "nj,kij->nki", lines, self.root()
+            )  # of every member, (n, K, D)
         else:
             v = widen(self.directions)
             along = torch.einsum("nd,kdc->nkc", lines, v)
-            every = scale * (lines.unsqueeze(1) - torch.einsum("nkc,kdc->nkd", along, v))
+            every = scale * (
+                lines.unsqueeze(1) - torch.einsum("nkc,kdc->nkd", along, v)
+            )
         if self.members == 1:
             return every.squeeze(1)
         member = by_member(torch.arange(self.members, device=lines.device), len(lines))
@@ -129,7 +153,11 @@ class JointNormalPosterior(WeightPosterior):
 
     def variances(self) -> Tensor:
         """Variances of the single numbers, (K, D)."""
-        return self.root().square().sum(2) if self.correlated else (2 * widen(self.log_scale)).exp()
+        return (
+            self.root().square().sum(2)
+            if self.correlated
+            else (2 * widen(self.log_scale)).exp()
+        )
 
     def log_dets(self) -> Tensor:
         """log |det L| of each member (K,)."""
@@ -157,7 +185,9 @@ class JointNormalPosterior(WeightPosterior):
         if self.rounded and self.lower.dtype == torch.float32:
             short = unit.half().to(unit.dtype)
             # Of L (1 + E) and any a, |a^T L (1 + E)| is |a^T L| within a share of |E|.
-            change = torch.linalg.solve_triangular(root, scale.unsqueeze(2) * (short - unit), upper=False)
+            change = torch.linalg.solve_triangular(
+                root, scale.unsqueeze(2) * (short - unit), upper=False
+            )
             if bool((torch.linalg.matrix_norm(change) <= ROUNDING).all()):
                 unit = short
         self.lower.copy_(unit[:, row, column])
@@ -169,22 +199,40 @@ class JointNormalPosterior(WeightPosterior):
         v, short = directions, directions.half().to(directions.dtype)
         lengths = v.square().sum(1, keepdim=True)
         moved = v @ v.mT - short @ short.mT
-        change = moved + (v / (1 - lengths)) @ (v.mT @ moved)  # (1 - V V^T)^-1 = 1 + V (1 - V^T V)^-1 V^T
+        change = moved + (v / (1 - lengths)) @ (
+            v.mT @ moved
+        )  # (1 - V V^T)^-1 = 1 + V (1 - V^T V)^-1 V^T
         fine = bool((torch.linalg.matrix_norm(change) <= ROUNDING).all())
         self._use_directions((short if fine else v).to(self.log_scale))
         self.fitted = True
 
     def kl(self) -> Tensor:
-        mean, variance, free, prior = self.means(), self.variances(), self._free(self.linear_map()), self.prior
+        mean, variance, free, prior = (
+            self.means(),
+            self.variances(),
+            self._free(self.linear_map()),
+            self.prior,
+        )
         log_det = self.log_dets().sum()
         if free is not None:
-            mean, variance, log_det = mean[:, free], variance[:, free], widen(self.log_scale)[:, free].sum()
+            mean, variance, log_det = (
+                mean[:, free],
+                variance[:, free],
+                widen(self.log_scale)[:, free].sum(),
+            )
             if self.lower is not None:  # of these numbers by themselves
                 part = self.root()[:, free]
-                log_det = torch.linalg.cholesky(part @ part.mT).diagonal(dim1=1, dim2=2).log().sum()
+                log_det = (
+                    torch.linalg.cholesky(part @ part.mT)
+                    .diagonal(dim1=1, dim2=2)
+                    .log()
+                    .sum()
+                )
         loc = self.locs() if free is None else prior.loc
         far = (widen(mean) - loc).square() + variance
-        return (0.5 * (far / prior.scale**2 - 1) + math.log(prior.scale)).sum() - log_det
+        return (
+            0.5 * (far / prior.scale**2 - 1) + math.log(prior.scale)
+        ).sum() - log_det
 
     def _free(self, linear: LinearMap) -> Tensor | None:
         """Which of the D numbers may move, if not all of them."""
@@ -198,7 +246,10 @@ class JointNormalPosterior(WeightPosterior):
             self.by_member(self.means(), len(lines)).double()
             + self._deviation(self.noise.block, self.by_member).double()
         )
-        log_q = -0.5 * lines.square().sum(1) - self.by_member(self.log_dets(), len(lines)).double()
+        log_q = (
+            -0.5 * lines.square().sum(1)
+            - self.by_member(self.log_dets(), len(lines)).double()
+        )
         log_p = self.prior.log_prob(x - self.locs() + self.prior.loc).sum(1)
         return log_p - log_q + 0.5 * math.log(2 * math.pi) * self.size
 
@@ -215,10 +266,18 @@ class JointFactors(JointNormalPosterior, Rank1Posterior):
     rounded = True
 
     def __init__(self, config: JointNormal, site: Site) -> None:
-        points = BatchEnsemble(members=config.members, mean_init=config.mean_init, member_bias=config.member_bias)
+        points = BatchEnsemble(
+            members=config.members,
+            mean_init=config.mean_init,
+            member_bias=config.member_bias,
+        )
         Rank1Posterior.__init__(self, points.resolved(), site)
         biases = site.n_out if config.over == "both+bias" and site.bias else 0
-        self.parts = [0 if config.over == "s" else site.n_out, 0 if config.over == "r" else site.n_in, biases]
+        self.parts = [
+            0 if config.over == "s" else site.n_out,
+            0 if config.over == "r" else site.n_in,
+            biases,
+        ]
         self._init_covariance(config, site, sum(self.parts))
 
     @property
@@ -226,7 +285,11 @@ class JointFactors(JointNormalPosterior, Rank1Posterior):
         return self.prior
 
     def role(self, name: str) -> Role:
-        return "scale" if name in ("log_scale", "lower", "directions") else Rank1Posterior.role(self, name)
+        return (
+            "scale"
+            if name in ("log_scale", "lower", "directions")
+            else Rank1Posterior.role(self, name)
+        )
 
     def means(self) -> Tensor:
         r, s = widen(self.r.loc).squeeze(1), widen(self.s.loc).squeeze(1)
@@ -235,7 +298,11 @@ class JointFactors(JointNormalPosterior, Rank1Posterior):
             bias = self.linear_map().bias
             assert bias is not None
             own = widen(bias).expand(self.members, -1)
-            numbers.append(own if self.bias is None else own + nn.functional.pad(widen(self.bias), (0, 0, 1, 0)))
+            numbers.append(
+                own
+                if self.bias is None
+                else own + nn.functional.pad(widen(self.bias), (0, 0, 1, 0))
+            )
         return torch.cat(numbers, 1)
 
     @torch.no_grad()
@@ -261,17 +328,30 @@ class JointFactors(JointNormalPosterior, Rank1Posterior):
     def locs(self) -> float | Tensor:
         if not self.parts[2]:
             return self.prior.loc
-        factors = torch.arange(self.size, device=self.device) < self.size - self.parts[2]
+        factors = (
+            torch.arange(self.size, device=self.device) < self.size - self.parts[2]
+        )
         return factors * self.prior.loc
 
     def draws_at(self, deviation: Tensor, by_member: ByMember) -> Drawn:
         count = len(deviation)
-        r, s = (by_member(widen(factor.loc).squeeze(1), count) for factor in (self.r, self.s))
+        r, s = (
+            by_member(widen(factor.loc).squeeze(1), count)
+            for factor in (self.r, self.s)
+        )
         change_r, change_s, change = deviation.split(self.parts, 1)
-        bias = None if self.bias is None else by_member(nn.functional.pad(self.bias, (0, 0, 1, 0)), count)
+        bias = (
+            None
+            if self.bias is None
+            else by_member(nn.functional.pad(self.bias, (0, 0, 1, 0)), count)
+        )
         if self.parts[2]:
             bias = change if bias is None else bias + change
-        return Drawn(r + change_r if self.parts[0] else r, s + change_s if self.parts[1] else s, bias)
+        return Drawn(
+            r + change_r if self.parts[0] else r,
+            s + change_s if self.parts[1] else s,
+            bias,
+        )
 
     # What rank-1 posteriors join over layers is independent factors: these go one by one, as any posterior does.
     @classmethod

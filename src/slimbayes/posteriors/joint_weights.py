@@ -33,14 +33,22 @@ class JointWeights(JointNormalPosterior):
     def __init__(self, config: JointNormal, site: Site) -> None:
         super().__init__()
         self.regularises_bias = site.bias
-        self._init_covariance(config, site, math.prod(site.shape) + (site.n_out if site.bias else 0))
+        self._init_covariance(
+            config, site, math.prod(site.shape) + (site.n_out if site.bias else 0)
+        )
 
     def means(self) -> Tensor:
         linear = self.linear_map()
-        own = [linear.weight, linear.bias] if self.site.bias and linear.bias is not None else [linear.weight]
+        own = (
+            [linear.weight, linear.bias]
+            if self.site.bias and linear.bias is not None
+            else [linear.weight]
+        )
         return torch.cat([widen(part).flatten() for part in own]).unsqueeze(0)
 
-    def draws_at(self, deviation: Tensor, by_member: ByMember) -> tuple[Tensor, Tensor | None]:
+    def draws_at(
+        self, deviation: Tensor, by_member: ByMember
+    ) -> tuple[Tensor, Tensor | None]:
         """Deviations of the weights (n, *shape), and of the biases (n, out), where the layer has any."""
         weight, bias = deviation.tensor_split([math.prod(self.site.shape)], 1)
         return weight.reshape(-1, *self.site.shape), bias if self.site.bias else None
@@ -74,7 +82,10 @@ class Watched:
 
 def is_product(config: JointNormal, site: Site) -> bool:
     """Whether a covariance is too large, and its matrix has all inputs and all outputs: no groups, no lookup."""
-    whole = site.shape[site.out_dim] == site.n_out and site.shape[1 - site.out_dim] == site.n_in
+    whole = (
+        site.shape[site.out_dim] == site.n_out
+        and site.shape[1 - site.out_dim] == site.n_in
+    )
     large = math.prod(site.shape) + site.n_out * site.bias > config.full_up_to
     plain = site.kind == "matrix" and site.name == "weight" and not site.whole
     return config.beyond == "kronecker" and large and plain and whole
@@ -116,8 +127,17 @@ class KroneckerWeights(JointWeights):
     def _matrix(self, numbers: Tensor) -> Tensor:
         """The way back, (B, D) to (B, n, m)."""
         size = math.prod(self.site.shape)
-        weight = numbers[:, :size].view(-1, *self.site.shape).movedim(1 + self.site.out_dim, 1).flatten(2)
-        return torch.cat([weight, numbers[:, size:].unsqueeze(2)], 2) if self.site.bias else weight
+        weight = (
+            numbers[:, :size]
+            .view(-1, *self.site.shape)
+            .movedim(1 + self.site.out_dim, 1)
+            .flatten(2)
+        )
+        return (
+            torch.cat([weight, numbers[:, size:].unsqueeze(2)], 2)
+            if self.site.bias
+            else weight
+        )
 
     def _deviation(self, lines: Tensor, by_member: ByMember) -> Tensor:
         left, right = widen(self.left), widen(self.right)
@@ -129,7 +149,9 @@ class KroneckerWeights(JointWeights):
         return self._stored(left @ self._scale().square() @ right.mT).unsqueeze(0)
 
     def root(self) -> Tensor:
-        units = torch.eye(self.size, dtype=self._scale().dtype, device=self.log_scale.device)
+        units = torch.eye(
+            self.size, dtype=self._scale().dtype, device=self.log_scale.device
+        )
         return self._deviation(units, lambda parameter, n: parameter).mT.unsqueeze(0)
 
     def times_root(self, member: int) -> Callable[[Tensor], Tensor]:
@@ -149,11 +171,15 @@ class KroneckerWeights(JointWeights):
         if not isinstance(drawn, Watched):
             return super().forward(x, linear)
         self._free(linear)
-        drawn.seen.append(self._inputs(x.detach(), linear, len(drawn.shift), drawn.mask))
+        drawn.seen.append(
+            self._inputs(x.detach(), linear, len(drawn.shift), drawn.mask)
+        )
         y = linear.op(x, linear.weight, linear.bias)
         return linear.rows(operator.add, y, drawn.shift.to(y.dtype), self.current)
 
-    def _inputs(self, x: Tensor, linear: LinearMap, rows: int, mask: Tensor | None) -> Tensor:
+    def _inputs(
+        self, x: Tensor, linear: LinearMap, rows: int, mask: Tensor | None
+    ) -> Tensor:
         """What each row gives the matrix, averaged over positions, with a one for the bias, (B, m).
 
         The layer is linear, so it is the derivative of its mean output in the weights of one output.
@@ -162,15 +188,25 @@ class KroneckerWeights(JointWeights):
 
         def mean(weight: Tensor, row: Tensor, kept: Tensor) -> Tensor:
             y = linear.op(row, weight, None)
-            if y.numel() != kept.numel():  # not a number for each token: no mask is known
+            if (
+                y.numel() != kept.numel()
+            ):  # not a number for each token: no mask is known
                 return y.mean()
             return (y.flatten() * kept).sum() / kept.sum().clamp_min(1)
 
         kept = x.new_zeros(rows, 0) if mask is None else mask.to(x.dtype)
         if linear.batch_dim == -1 or rows == 1:
-            found = torch.func.grad(mean)(one, x, kept[0]).unsqueeze(0).expand(rows, *one.shape)
+            found = (
+                torch.func.grad(mean)(one, x, kept[0])
+                .unsqueeze(0)
+                .expand(rows, *one.shape)
+            )
         else:
             blocks = x.unflatten(linear.batch_dim, (rows, -1))
-            found = torch.vmap(torch.func.grad(mean), (None, linear.batch_dim, 0))(one, blocks, kept)
+            found = torch.vmap(torch.func.grad(mean), (None, linear.batch_dim, 0))(
+                one, blocks, kept
+            )
         lines = found.flatten(1)
-        return torch.cat([lines, lines.new_ones(rows, 1)], 1) if self.site.bias else lines
+        return (
+            torch.cat([lines, lines.new_ones(rows, 1)], 1) if self.site.bias else lines
+        )

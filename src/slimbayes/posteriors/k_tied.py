@@ -49,7 +49,11 @@ class KTiedPosterior(GaussianPosterior):
         super().__init__(config, site)
         (m, n), rank = site.matrix, config.rank
         self.rank = min(rank, m, n)
-        self.note = "" if self.rank == rank else f"rank lowered from {rank} to {self.rank}: the matrix is {m} x {n}"
+        self.note = (
+            ""
+            if self.rank == rank
+            else f"rank lowered from {rank} to {self.rank}: the matrix is {m} x {n}"
+        )
         rank = self.rank
         # Each of the k products starts at scale_init / k, so that their sum starts where mean-field does.
         start = 0.5 * (math.log(config.scale_init) - math.log(rank))
@@ -61,7 +65,9 @@ class KTiedPosterior(GaussianPosterior):
         log_u, log_v = widen(self.log_u), widen(self.log_v)
         shift_u, shift_v = log_u.detach().amax(), log_v.detach().amax()
         product = self._product((log_u - shift_u).exp(), (log_v - shift_v).exp())
-        return product.clamp_min(torch.finfo(product.dtype).tiny).log() + (shift_u + shift_v)
+        return product.clamp_min(torch.finfo(product.dtype).tiny).log() + (
+            shift_u + shift_v
+        )
 
     def scale(self) -> Tensor:
         if self.log_cap is not None:
@@ -70,7 +76,11 @@ class KTiedPosterior(GaussianPosterior):
 
     def _product(self, u: Tensor, v: Tensor) -> Tensor:
         """U V^T in the shape and memory order of the stored weight."""
-        return outer(v, u).view(self.site.shape) if self.site.out_dim == 0 else self.site.from_matrix(outer(u, v))
+        return (
+            outer(v, u).view(self.site.shape)
+            if self.site.out_dim == 0
+            else self.site.from_matrix(outer(u, v))
+        )
 
     def kl(self) -> Tensor:
         first, *others = self.kl_together([self])
@@ -83,13 +93,23 @@ class KTiedPosterior(GaussianPosterior):
         alike: dict[Any, list[tuple[Self, LinearMap]]] = {}
         for p in posteriors:
             linear = p.linear_map()
-            if linear.mask is not None or p.log_cap is not None or p.sharded or not hasattr(p.prior, "kl_of_sums"):
+            if (
+                linear.mask is not None
+                or p.log_cap is not None
+                or p.sharded
+                or not hasattr(p.prior, "kl_of_sums")
+            ):
                 terms.append(super(KTiedPosterior, p).kl())
                 continue
             places = p.log_u.dtype, p.log_u.device, linear.weight.dtype
-            alike.setdefault((p.rank, *places, p.prior, p.key if p.prior.per_layer else ""), []).append((p, linear))
+            alike.setdefault(
+                (p.rank, *places, p.prior, p.key if p.prior.per_layer else ""), []
+            ).append((p, linear))
         for same in alike.values():
-            means, prior = [widen(linear.weight) for _, linear in same], same[0][0].prior
+            means, prior = (
+                [widen(linear.weight) for _, linear in same],
+                same[0][0].prior,
+            )
             terms.append(prior.kl_of_sums(means, cls.sums_of([p for p, _ in same])))
             terms += [term for p, linear in same for term in p.kl_of_bias(linear)]
         return terms
@@ -99,12 +119,18 @@ class KTiedPosterior(GaussianPosterior):
         """Sums of log sigma and sigma^2 over the weights of posteriors of one rank: of thin factors alone, which are
         joined, but for sum log sigma where k > 1.
         """
-        lines: list[Tensor] = [factor for p in posteriors for factor in (p.log_u, p.log_v)]
+        lines: list[Tensor] = [
+            factor for p in posteriors for factor in (p.log_u, p.log_v)
+        ]
         rank = posteriors[0].rank
         joined, sizes = torch.cat(lines), [len(factor) for factor in lines]
         logs = joined.to(sum_dtype(joined))
         # Each row less its maximum, so that products neither overflow nor vanish; less log k, so that they are near 1.
-        shift = logs.detach().amax(1, keepdim=True) + 0.5 * math.log(rank) if rank > 1 else logs
+        shift = (
+            logs.detach().amax(1, keepdim=True) + 0.5 * math.log(rank)
+            if rank > 1
+            else logs
+        )
         factors = logs.exp()
         squares = (factors.unsqueeze(2) * factors.unsqueeze(1)).flatten(1)
         columns = torch.cat([squares, shift, torch.ones_like(shift)], 1)
@@ -113,9 +139,17 @@ class KTiedPosterior(GaussianPosterior):
         u, v = totals[0::2], totals[1::2]
         log_scale = (u[:, -2] * v[:, -1] + u[:, -1] * v[:, -2]).sum()
         if rank > 1:
-            near = (logs - shift).exp().clamp_min(negligible(widen(joined))).to(widen(joined).dtype).split(sizes)
+            near = (
+                (logs - shift)
+                .exp()
+                .clamp_min(negligible(widen(joined)))
+                .to(widen(joined).dtype)
+                .split(sizes)
+            )
             pairs = zip(near[1::2], near[0::2], strict=True)
-            log_scale = log_scale + torch.stack([sum_log_outer(b, a) for b, a in pairs]).sum()
+            log_scale = (
+                log_scale + torch.stack([sum_log_outer(b, a) for b, a in pairs]).sum()
+            )
         size = sum(m * n for m, n in (p.site.matrix for p in posteriors))
         return ScaleSums(size, log_scale, (u[:, :-2] * v[:, :-2]).sum())
 
@@ -125,36 +159,73 @@ class KTiedPosterior(GaussianPosterior):
 
     def _by_kernel(self, x: Tensor, linear: LinearMap) -> Tensor | None:
         """`_local` of a dense layer in two kernels and a product; None where that cannot be, or had better not."""
-        few = linear.mask is None and self.log_cap is None and self.rank * (self.rank + 1) // 2 <= 6
-        if torch.compiler.is_compiling() or not few or linear.out_dim is None or linear.batch_dim != 0:
+        few = (
+            linear.mask is None
+            and self.log_cap is None
+            and self.rank * (self.rank + 1) // 2 <= 6
+        )
+        if (
+            torch.compiler.is_compiling()
+            or not few
+            or linear.out_dim is None
+            or linear.batch_dim != 0
+        ):
             return None
         weight: Any = linear.weight
-        dtype = product_type(x, weight) if ready(x) and x.numel() >= LARGE and x.is_contiguous() else None
+        dtype = (
+            product_type(x, weight)
+            if ready(x) and x.numel() >= LARGE and x.is_contiguous()
+            else None
+        )
         if dtype is None or weight.shape[1 - linear.out_dim] != x.shape[-1]:
             return None
         from slimbayes.kernels.tied import tied_local
 
         if not self.independent_positions:
             self._check_met_once(x)
-        c = None if self.bias_log_scale is None else (2 * widen(self.bias_log_scale)).exp()
+        c = (
+            None
+            if self.bias_log_scale is None
+            else (2 * widen(self.bias_log_scale)).exp()
+        )
         rows = x.view(-1, x.shape[-1])
         seed, first = seed_late(self, len(rows))
-        y = tied_local(rows, weight, linear.out_dim, linear.bias, *self.variance_factors(), c, seed, first, dtype)
+        y = tied_local(
+            rows,
+            weight,
+            linear.out_dim,
+            linear.bias,
+            *self.variance_factors(),
+            c,
+            seed,
+            first,
+            dtype,
+        )
         return y.view(*x.shape[:-1], y.shape[1])
 
     def output_variance(self, squared: Tensor, linear: LinearMap) -> Tensor:
         stored = self.site.shape
-        grouped = (stored[1 - self.site.out_dim], stored[self.site.out_dim]) != (self.site.n_in, self.site.n_out)
+        grouped = (stored[1 - self.site.out_dim], stored[self.site.out_dim]) != (
+            self.site.n_in,
+            self.site.n_out,
+        )
         if self.log_cap is not None or grouped or linear.mask is not None:
             # a cap breaks the factorisation, groups the shape
             return super().output_variance(squared, linear)
         p, q = self.variance_factors()
-        thin = linear.op(squared, self.site.from_matrix(p).to(linear.weight.dtype), None)
-        return (thin.movedim(linear.channel_dim, -1) @ q.T.to(thin.dtype)).movedim(-1, linear.channel_dim)
+        thin = linear.op(
+            squared, self.site.from_matrix(p).to(linear.weight.dtype), None
+        )
+        return (thin.movedim(linear.channel_dim, -1) @ q.T.to(thin.dtype)).movedim(
+            -1, linear.channel_dim
+        )
 
     def variance_factors(self) -> tuple[Tensor, Tensor]:
         """P (m, q) and Q (n, q) with sigma o sigma = P Q^T."""
         u, v = widen(self.log_u).exp().unbind(1), widen(self.log_v).exp().unbind(1)
         pairs = [(a, b) for a in range(self.rank) for b in range(a, self.rank)]
-        p, q = [u[a] * u[b] for a, b in pairs], [(v[a] * v[b]) * (1 + (a < b)) for a, b in pairs]
+        p, q = (
+            [u[a] * u[b] for a, b in pairs],
+            [(v[a] * v[b]) * (1 + (a < b)) for a, b in pairs],
+        )
         return torch.stack(p, 1), torch.stack(q, 1)

@@ -14,7 +14,10 @@ from slimbayes.posteriors.base import Posterior
 
 
 def drawn_late(
-    posterior: Posterior, make: Callable[[list[int]], Tensor], shape: Sequence[int], dim: int | None
+    posterior: Posterior,
+    make: Callable[[list[int]], Tensor],
+    shape: Sequence[int],
+    dim: int | None,
 ) -> Tensor:
     """Numbers drawn while the layer runs, make(shape) with rows along `dim`.
 
@@ -24,7 +27,9 @@ def drawn_late(
     if current.index is None or dim is None:
         return _made_once(posterior, lambda: make(sizes))
     every = [n * current.total if d == dim else n for d, n in enumerate(sizes)]
-    return _made_here(posterior, lambda: make(every)).narrow(dim, current.index * sizes[dim], sizes[dim])
+    return _made_here(posterior, lambda: make(every)).narrow(
+        dim, current.index * sizes[dim], sizes[dim]
+    )
 
 
 def seed_late(posterior: Posterior, rows: int) -> tuple[Tensor, int]:
@@ -32,19 +37,30 @@ def seed_late(posterior: Posterior, rows: int) -> tuple[Tensor, int]:
     current = posterior.current
     if current.index is None:
         return _made_once(posterior, lambda: kernel_seed(posterior.device, current)), 0
-    return _made_here(posterior, lambda: kernel_seed(posterior.device, current)), current.index * rows
+    return _made_here(
+        posterior, lambda: kernel_seed(posterior.device, current)
+    ), current.index * rows
 
 
 def _made_once(posterior: Posterior, make: Callable[[], Tensor]) -> Tensor:
     """What this draw makes: gradient checkpointing brings torch's generators back, not the stream of a seed."""
     current = posterior.current
     kept = current.stream is not None and not torch.compiler.is_compiling()
-    return _made_here(posterior, make, f"{posterior.key} {current.index}") if kept else make()
+    return (
+        _made_here(posterior, make, f"{posterior.key} {current.index}")
+        if kept
+        else make()
+    )
 
 
-def _made_here(posterior: Posterior, make: Callable[[], Tensor], key: str = "") -> Tensor:
+def _made_here(
+    posterior: Posterior, make: Callable[[], Tensor], key: str = ""
+) -> Tensor:
     """What the first of several draws made at this place of the forward."""
-    made, place = posterior.current.masks.setdefault(key or posterior.key, []), place_in_forward(posterior)
+    made, place = (
+        posterior.current.masks.setdefault(key or posterior.key, []),
+        place_in_forward(posterior),
+    )
     while len(made) <= place:
         made.append(make())
     return made[place]

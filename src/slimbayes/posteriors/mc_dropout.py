@@ -38,9 +38,14 @@ class DropoutPosterior(Posterior):
 
     def __init__(self, config: MCDropout, site: Site) -> None:
         super().__init__()
-        self.rate, self.fixed = 0.005 if config.rate is None else config.rate, config.rate is not None
+        self.rate, self.fixed = (
+            0.005 if config.rate is None else config.rate,
+            config.rate is not None,
+        )
         self.unit, self.units = config.unit, site.n_in
-        self.register_buffer("place", torch.zeros(1), persistent=False)  # tells the device
+        self.register_buffer(
+            "place", torch.zeros(1), persistent=False
+        )  # tells the device
 
     @property
     def log_size(self) -> float:
@@ -56,7 +61,9 @@ class DropoutPosterior(Posterior):
         return self.place.new_zeros(())
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
-        own = self.layer if isinstance(self.layer, BayesDropLayer) else None  # of the model, as it is set now
+        own = (
+            self.layer if isinstance(self.layer, BayesDropLayer) else None
+        )  # of the model, as it is set now
         rate = self.rate if own is None or self.fixed else own.p
         if rate == 0 or self.current.centred:
             return linear.op(x, linear.weight, linear.bias)
@@ -66,16 +73,24 @@ class DropoutPosterior(Posterior):
         if rate == 1:
             return linear.op(x * 0.0, linear.weight, linear.bias)
         # Where rows matter, one that stands for all is dropped anew for each.
-        x, dim = (x, None) if self.current.layout is None else spread(x, self.current.rows, linear.batch_dim)
+        x, dim = (
+            (x, None)
+            if self.current.layout is None
+            else spread(x, self.current.rows, linear.batch_dim)
+        )
         kept = self._kept(x, dim, linear, self.unit if own is None else own.unit, rate)
         if own is not None and own.selu:
             scale = ((1 - rate) * (1 + rate * _SELU_LIMIT**2)) ** -0.5
-            dropped = scale * torch.where(kept, x, _SELU_LIMIT) - scale * _SELU_LIMIT * rate
+            dropped = (
+                scale * torch.where(kept, x, _SELU_LIMIT) - scale * _SELU_LIMIT * rate
+            )
         else:
             dropped = x * kept.to(x.dtype) / (1 - rate)
         return linear.op(dropped, linear.weight, linear.bias)
 
-    def _kept(self, x: Tensor, dim: int | None, linear: LinearMap, unit: Unit, rate: float) -> Tensor:
+    def _kept(
+        self, x: Tensor, dim: int | None, linear: LinearMap, unit: Unit, rate: float
+    ) -> Tensor:
         """Which units stay, as a boolean tensor that broadcasts against x."""
         current, shape = self.current, list(x.shape)
         if unit == "channel":
@@ -83,15 +98,32 @@ class DropoutPosterior(Posterior):
             shape = [size if d in kept else 1 for d, size in enumerate(shape)]
         keys = current.keys.get(self.key)
         if keys is None:
-            return drawn_late(self, lambda sizes: uniform(sizes, x.device), shape, dim) >= rate
+            return (
+                drawn_late(self, lambda sizes: uniform(sizes, x.device), shape, dim)
+                >= rate
+            )
         # One function for all rows and calls: a mask for each draw. A row may have become several, say windows.
-        each = 1 if dim is None or sizes_equal(x.shape[dim], current.rows) else x.shape[dim] // current.rows
-        mask = kept_units(keys, place_in_forward(self), [each if d == dim else n for d, n in enumerate(shape)], rate)
+        each = (
+            1
+            if dim is None or sizes_equal(x.shape[dim], current.rows)
+            else x.shape[dim] // current.rows
+        )
+        mask = kept_units(
+            keys,
+            place_in_forward(self),
+            [each if d == dim else n for d, n in enumerate(shape)],
+            rate,
+        )
         if len(keys) == 1 and (dim is None or sizes_equal(each, 1)):
             return mask[0]
-        assert dim is not None  # several draws share a forward only where rows are known
+        assert (
+            dim is not None
+        )  # several draws share a forward only where rows are known
         seen = torch.arange(x.shape[dim], device=x.device)
-        line = block_of_row(current.rows, len(keys), x.device)[seen // each] * each + seen % each
+        line = (
+            block_of_row(current.rows, len(keys), x.device)[seen // each] * each
+            + seen % each
+        )
         return mask.movedim(0, dim).flatten(dim, dim + 1).index_select(dim, line)
 
 
@@ -111,7 +143,9 @@ def kept_units(keys: Tensor, place: int, shape: Sequence[int], rate: float) -> T
     for size in shape:
         number = number.unsqueeze(-1)
         if not sizes_equal(size, 1):
-            number = _mixed(number + torch.arange(size, device=keys.device) * _signed(GOLDEN))
+            number = _mixed(
+                number + torch.arange(size, device=keys.device) * _signed(GOLDEN)
+            )
     return ((number >> 11) & (2**53 - 1)) >= int(rate * 2**53)
 
 

@@ -38,7 +38,9 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 class MemberNormPosterior(Members):
     """Members 1 to K - 1 of a batch norm; member 0 is the layer itself."""
 
-    own_statistics = True  # of the rows of each member, also where no running ones are kept
+    own_statistics = (
+        True  # of the rows of each member, also where no running ones are kept
+    )
     place: Tensor
     running_mean: Tensor
     running_var: Tensor
@@ -48,15 +50,27 @@ class MemberNormPosterior(Members):
         super().__init__()
         self.members = config.members
         own = config.affine and config.members > 1 and site.n_out > 0
-        self.weight = nn.Parameter(torch.ones(config.members - 1, site.n_out)) if own else None
-        self.bias = nn.Parameter(torch.zeros(config.members - 1, site.n_out)) if own and site.bias else None
-        self.register_buffer("place", torch.zeros(1), persistent=False)  # tells the device, where there is nothing else
+        self.weight = (
+            nn.Parameter(torch.ones(config.members - 1, site.n_out)) if own else None
+        )
+        self.bias = (
+            nn.Parameter(torch.zeros(config.members - 1, site.n_out))
+            if own and site.bias
+            else None
+        )
+        self.register_buffer(
+            "place", torch.zeros(1), persistent=False
+        )  # tells the device, where there is nothing else
 
     def join(self, layer: Any) -> None:
         super().join(layer)
         for name in _STATISTICS:
             own = getattr(layer, name)
-            others = None if own is None or self.members == 1 else own.expand(self.members - 1, *own.shape).clone()
+            others = (
+                None
+                if own is None or self.members == 1
+                else own.expand(self.members - 1, *own.shape).clone()
+            )
             self.register_buffer(name, others)
             self.place = self.place if own is None else self.place.to(own.device)
 
@@ -84,7 +98,11 @@ class MemberNormPosterior(Members):
             own = getattr(self.layer, name)
             every = torch.cat([own[None].to(others.dtype), others])[list(members)]
             own.copy_(every[0])
-            rest = nn.Parameter(every[1:]) if isinstance(others, nn.Parameter) else every[1:]
+            rest = (
+                nn.Parameter(every[1:])
+                if isinstance(others, nn.Parameter)
+                else every[1:]
+            )
             setattr(self, name, rest if len(every) > 1 else None)
 
     @property
@@ -98,21 +116,38 @@ class MemberNormPosterior(Members):
         x, dim = spread(x, self.current.rows, linear.batch_dim)
         sizes = sizes_of_blocks(x.shape[dim], self.current.blocks(self), self.current)
         blocks = list(x.split(sizes, dim))
-        turns = [t for t in range(min(len(sizes), self.members)) if sum(sizes[t :: self.members])]
+        turns = [
+            t
+            for t in range(min(len(sizes), self.members))
+            if sum(sizes[t :: self.members])
+        ]
         if not turns:
             return x
         member = self.values()
-        order = torch.stack([member[t] for t in turns])  # a list as an index would be copied to the device
-        rows = [torch.cat(blocks[t :: self.members], dim) if len(sizes) > self.members else blocks[t] for t in turns]
+        order = torch.stack(
+            [member[t] for t in turns]
+        )  # a list as an index would be copied to the device
+        rows = [
+            torch.cat(blocks[t :: self.members], dim)
+            if len(sizes) > self.members
+            else blocks[t]
+            for t in turns
+        ]
         for t, y in zip(turns, self._normalised(rows, order, linear), strict=True):
             blocks[t :: self.members] = y.split(sizes[t :: self.members], dim)
         return torch.cat(blocks, dim)
 
-    def _normalised(self, rows: list[Tensor], order: Tensor, linear: LinearMap) -> list[Tensor]:
+    def _normalised(
+        self, rows: list[Tensor], order: Tensor, linear: LinearMap
+    ) -> list[Tensor]:
         """The rows of each turn, normalised by the member that `order` has for it, (turns,)."""
         layer = self.layer
         from_batch = layer.training or layer.running_mean is None
-        kept = layer.training and layer.track_running_stats and layer.running_mean is not None
+        kept = (
+            layer.training
+            and layer.track_running_stats
+            and layer.running_mean is not None
+        )
         statistics: Any = [[None] * len(rows)] * 2
         fewest = min(part.numel() // part.shape[1] for part in rows)
         if from_batch and fewest < 2:
@@ -122,13 +157,22 @@ class MemberNormPosterior(Members):
                 f"them, sample(model, x), or eval mode."
             )
         if not from_batch:  # copies: autograd keeps what it is given, and running statistics change in place
-            statistics = [self._of(order, getattr(layer, name), getattr(self, name)) for name in _STATISTICS[:2]]
+            statistics = [
+                self._of(order, getattr(layer, name), getattr(self, name))
+                for name in _STATISTICS[:2]
+            ]
         if kept:
             statistics = layer.running_mean.new_zeros(2, len(rows), layer.num_features)
-        weights, biases = self._of(order, linear.weight, self.weight), self._of(order, linear.bias, self.bias)
+        weights, biases = (
+            self._of(order, linear.weight, self.weight),
+            self._of(order, linear.bias, self.bias),
+        )
         # A momentum of one leaves the batch's own statistics in what is given to be updated.
         each = zip(rows, *statistics, weights, biases, strict=True)
-        out = [F.batch_norm(x, mean, var, w, b, from_batch, 1.0, layer.eps) for x, mean, var, w, b in each]
+        out = [
+            F.batch_norm(x, mean, var, w, b, from_batch, 1.0, layer.eps)
+            for x, mean, var, w, b in each
+        ]
         if kept:
             self._keep(statistics, order)
         return out
@@ -137,22 +181,32 @@ class MemberNormPosterior(Members):
         """What each turn's member has, (turns, C); the layer's own where they share it."""
         if own is None or others is None:
             return [own] * len(order)
-        return torch.cat([own.unsqueeze(0), others.to(own.dtype)]).index_select(0, order)
+        return torch.cat([own.unsqueeze(0), others.to(own.dtype)]).index_select(
+            0, order
+        )
 
     @torch.no_grad()
     def _keep(self, batch: Tensor, order: Tensor) -> None:
         """Move the running statistics of members that had rows towards the batch's mean and variance, (2, turns, C)."""
         layer = self.layer
-        met = torch.zeros(self.members, dtype=torch.long, device=batch.device).index_fill_(0, order, 1)
+        met = torch.zeros(
+            self.members, dtype=torch.long, device=batch.device
+        ).index_fill_(0, order, 1)
         layer.num_batches_tracked.add_(met[0])
         self.num_batches_tracked.add_(met[1:])
         share = met.to(batch.dtype)
-        if layer.momentum is None:  # a cumulative average, over the batches that each member saw
-            share = share / torch.cat([layer.num_batches_tracked.view(1), self.num_batches_tracked]).clamp_min(1)
+        if (
+            layer.momentum is None
+        ):  # a cumulative average, over the batches that each member saw
+            share = share / torch.cat(
+                [layer.num_batches_tracked.view(1), self.num_batches_tracked]
+            ).clamp_min(1)
         else:
             share = share * layer.momentum
         share = share.unsqueeze(1)
-        seen = batch.new_zeros(2, self.members, batch.shape[2]).index_copy_(1, order, batch)
+        seen = batch.new_zeros(2, self.members, batch.shape[2]).index_copy_(
+            1, order, batch
+        )
         for name, new in zip(_STATISTICS[:2], seen, strict=True):
             getattr(layer, name).lerp_(new[0], share[0])
             getattr(self, name).lerp_(new[1:], share[1:])

@@ -25,7 +25,11 @@ from slimbayes.posteriors.configs.mixture import ComponentConfig
 
 @torch.no_grad()
 def start_components(
-    config: ComponentConfig, site: Site, layer: Any, weight: Tensor | None, bias: Tensor | None
+    config: ComponentConfig,
+    site: Site,
+    layer: Any,
+    weight: Tensor | None,
+    bias: Tensor | None,
 ) -> None:
     """Set the further components (K - 1, ...) of a layer's weight and bias as the config says."""
     linear = layer.linear_map(site.name)
@@ -33,7 +37,12 @@ def start_components(
         for others, own in ((weight, linear.weight), (bias, linear.bias)):
             if others is not None and own is not None:
                 own = own.to(others.dtype)
-                others.copy_(own + config.jitter * own.square().mean().sqrt() * torch.randn_like(others))
+                others.copy_(
+                    own
+                    + config.jitter
+                    * own.square().mean().sqrt()
+                    * torch.randn_like(others)
+                )
     elif site.kind == "norm" and config.init != "fresh":
         for scales, biases in ((linear.weight, linear.bias), (weight, bias)):
             _fill(scales, config.init)
@@ -51,8 +60,13 @@ def start_components(
 
 def resets(layer: nn.Module) -> list[Callable[[], None]]:
     """What starts a layer's parameters, children first: attention starts its output projection in its own way."""
-    parts = [m for name, m in layer.named_modules() if name.split(".")[0] != "posterior"]
-    found = [getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None) for m in reversed(parts)]
+    parts = [
+        m for name, m in layer.named_modules() if name.split(".")[0] != "posterior"
+    ]
+    found = [
+        getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None)
+        for m in reversed(parts)
+    ]
     return [reset for reset in found if reset is not None]
 
 
@@ -83,16 +97,32 @@ def select(components: Tensor, picked: Tensor) -> Tensor:
     shape = components.shape[1:]
     if picked.is_floating_point():
         picked = picked.to(components.dtype)
-        spread = picked.view(*picked.shape, *[1] * len(shape)) if picked.dim() == 2 else picked
+        spread = (
+            picked.view(*picked.shape, *[1] * len(shape))
+            if picked.dim() == 2
+            else picked
+        )
         return (spread * components).sum(1)
     if picked.dim() == 1:
-        return components.index_select(0, picked)  # its backward adds; that of indexing sorts first
-    return components.expand(picked.shape[0], *components.shape).gather(1, picked.unsqueeze(1)).squeeze(1)
+        return components.index_select(
+            0, picked
+        )  # its backward adds; that of indexing sorts first
+    return (
+        components.expand(picked.shape[0], *components.shape)
+        .gather(1, picked.unsqueeze(1))
+        .squeeze(1)
+    )
 
 
-def stack_components(own: Tensor, others: Tensor | None, mask: Tensor | None, kept: Tensor | None) -> Tensor:
+def stack_components(
+    own: Tensor, others: Tensor | None, mask: Tensor | None, kept: Tensor | None
+) -> Tensor:
     """All components (K, ...) of a weight or bias: the layer's own first, and last zero where `kept` is given."""
-    parts = [own.unsqueeze(0)] if others is None else [own.unsqueeze(0), others.to(own.dtype)]
+    parts = (
+        [own.unsqueeze(0)]
+        if others is None
+        else [own.unsqueeze(0), others.to(own.dtype)]
+    )
     if mask is not None and others is not None:
         parts[1] = own + (parts[1] - own) * mask.to(own.dtype)
     if kept is not None:
@@ -110,16 +140,25 @@ def owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
     Sent to a GPU once: a recorded CUDA graph may not wait for the host.
     """
     if is_exporting():  # ONNX has no repeat_interleave of a known size
-        return torch.tensor([owner for owner, count in enumerate(counts) for _ in range(count)], device=device)
+        return torch.tensor(
+            [owner for owner, count in enumerate(counts) for _ in range(count)],
+            device=device,
+        )
     if torch.compiler.is_compiling():
         repeats = torch.tensor(counts, device=device)
-        return torch.arange(len(counts), device=device).repeat_interleave(repeats, output_size=sum(counts))
+        return torch.arange(len(counts), device=device).repeat_interleave(
+            repeats, output_size=sum(counts)
+        )
     return _sent_owners(counts, device)
 
 
 @lru_cache(maxsize=64)
 def _sent_owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.arange(len(counts), device="cpu").repeat_interleave(torch.tensor(counts, device="cpu")).to(device)
+    return (
+        torch.arange(len(counts), device="cpu")
+        .repeat_interleave(torch.tensor(counts, device="cpu"))
+        .to(device)
+    )
 
 
 def uniform(lines: Tensor) -> Tensor:
@@ -130,7 +169,9 @@ def uniform(lines: Tensor) -> Tensor:
 
 def by_edges(lines: Tensor, probs: Tensor) -> Tensor:
     """Picks (n, picks) by given probabilities (K,), from standard normals (n, picks)."""
-    return torch.bucketize(uniform(lines), probs.cumsum(0)[:-1].to(lines.dtype), right=True)
+    return torch.bucketize(
+        uniform(lines), probs.cumsum(0)[:-1].to(lines.dtype), right=True
+    )
 
 
 def straight_through(lines: Tensor, logits: Tensor) -> Tensor:
@@ -148,7 +189,9 @@ def support(count: int, probs: Tensor, learned: bool) -> Support:
     """
     there = (probs > 0).nonzero().squeeze(1)
     if learned:  # far enough out for any logits that differ by less than 17
-        lines = torch.full((len(probs), len(probs)), -5.0).fill_diagonal_(5.0)[there.cpu()]
+        lines = torch.full((len(probs), len(probs)), -5.0).fill_diagonal_(5.0)[
+            there.cpu()
+        ]
     else:
         upper = probs.double().cumsum(0)
         lines = torch.special.ndtri(upper - probs / 2)[there].unsqueeze(1)
@@ -174,21 +217,31 @@ def realise_alike(posteriors: Sequence[Any], current: Pass) -> None:
     for assignment, by_row, same in _alike(posteriors, current):
         noise = [current.noise[p.key] for p in same]
         picked = _pick_together(same, [n.row if by_row else n.block for n in noise])
-        parts = picked.unbind(1) if assignment == "layer" else picked.split([p.n_picks for p in same], 1)
+        parts = (
+            picked.unbind(1)
+            if assignment == "layer"
+            else picked.split([p.n_picks for p in same], 1)
+        )
         norms: dict[torch.dtype, list[Norm]] = {}
         for p, z in zip(same, parts, strict=True):
             if p.site.kind == "norm":
                 own = p.linear_map() if p.site.whole else None
-                weight, bias = p.layer.own_affine() if own is None else (own.weight, own.bias)
+                weight, bias = (
+                    p.layer.own_affine() if own is None else (own.weight, own.bias)
+                )
                 weights, biases = p.others()
-                norms.setdefault(weight.dtype, []).append(Norm(p, weight, bias, weights, biases, z))
+                norms.setdefault(weight.dtype, []).append(
+                    Norm(p, weight, bias, weights, biases, z)
+                )
             else:
                 current.values[p.key] = Assigned(z, z, None)
         for some in norms.values():
             _mix_together(some, current)
 
 
-def _alike(posteriors: Sequence[Any], current: Pass) -> list[tuple[str, bool, list[Any]]]:
+def _alike(
+    posteriors: Sequence[Any], current: Pass
+) -> list[tuple[str, bool, list[Any]]]:
     """Posteriors whose picks are drawn together: how they are assigned, and whether rows have picks of their own."""
     by_row = tuple([current.noise[p.key].row.shape[1] > 0 for p in posteriors])
     places = places_of(posteriors)
@@ -197,8 +250,12 @@ def _alike(posteriors: Sequence[Any], current: Pass) -> list[tuple[str, bool, li
         alike: dict[Any, list[Any]] = {}
         for p, rows, place in zip(posteriors, by_row, places, strict=True):
             if p.joins:
-                alike.setdefault((p.config.assignment, rows, p.components, place), []).append(p)
-        return [(assignment, rows, same) for (assignment, rows, *_), same in alike.items()]
+                alike.setdefault(
+                    (p.config.assignment, rows, p.components, place), []
+                ).append(p)
+        return [
+            (assignment, rows, same) for (assignment, rows, *_), same in alike.items()
+        ]
 
     return plan_once(posteriors, ("picks", by_row, places), make)
 
@@ -222,16 +279,23 @@ def _mix_together(norms: Sequence[Norm], current: Pass) -> None:
         others += [weights] if biases is None else [weights, biases]
         counts.append(weight.numel() if biases is None else 2 * weight.numel())
     own, others = [_flat(t, 0) for t in own], [_flat(t, 1) for t in others]
-    first, further = side_by_side(own, 0, current.joined), side_by_side(others, 1, current.joined)
+    first, further = (
+        side_by_side(own, 0, current.joined),
+        side_by_side(others, 1, current.joined),
+    )
     components = torch.cat([first.unsqueeze(0), further.to(first.dtype)])
     picked = [norm.picked for norm in norms]
     if picked[0].dim() == 1:  # one pick for each layer
-        index = torch.stack(picked, 1).index_select(1, owners(tuple(counts), picked[0].device))
+        index = torch.stack(picked, 1).index_select(
+            1, owners(tuple(counts), picked[0].device)
+        )
     else:
         index = torch.cat(picked, 1)
     mixed = keep_in_memory(components.gather(0, index))
     one = index.shape[0] == 1  # what serves all rows needs no axis of draws
-    parts = iter((mixed.squeeze(0) if one else mixed).split([t.shape[0] for t in own], -1))
+    parts = iter(
+        (mixed.squeeze(0) if one else mixed).split([t.shape[0] for t in own], -1)
+    )
     for p, own_weight, bias, _, biases, z in norms:
         weight = next(parts)
         if biases is not None:
@@ -240,7 +304,10 @@ def _mix_together(norms: Sequence[Norm], current: Pass) -> None:
             bias = bias.expand(len(weight), *bias.shape)
         if own_weight.dim() > 1:
             shape = weight.shape[:-1] + own_weight.shape
-            weight, bias = weight.view(shape), bias if biases is None or bias is None else bias.view(shape)
+            weight, bias = (
+                weight.view(shape),
+                bias if biases is None or bias is None else bias.view(shape),
+            )
         current.values[p.key] = Assigned(z, z, None, (weight, bias))
 
 
@@ -257,7 +324,9 @@ def expected_squares(same: Sequence[Any]) -> Tensor:
         terms.setdefault(p.config.tau, []).append((linear.weight, p.weight, probs))
         if p.site.bias and linear.bias is not None:
             terms.setdefault(p.rho, []).append((linear.bias, p.bias, probs))
-    sums = [precision / 2 * _expected_squares(alike) for precision, alike in terms.items()]
+    sums = [
+        precision / 2 * _expected_squares(alike) for precision, alike in terms.items()
+    ]
     return sum(sums[1:], sums[0])
 
 
@@ -267,14 +336,20 @@ def _expected_squares(alike: Sequence[tuple[Tensor, Tensor | None, Tensor]]) -> 
     others = [_flat(widen(rest), 1) for _, rest, _ in alike if rest is not None]
     rows = [torch.cat(own).unsqueeze(0)] + ([torch.cat(others, 1)] if others else [])
     index = owners(tuple([tensor.numel() for tensor in own]), rows[0].device)
-    spread = torch.stack([probs for _, _, probs in alike], 1).index_select(1, index)  # (K, elements)
+    spread = torch.stack([probs for _, _, probs in alike], 1).index_select(
+        1, index
+    )  # (K, elements)
     return (spread * torch.cat(rows).square()).sum()
 
 
 def expected_square(p: Tensor, own: Tensor, others: Tensor | None) -> Tensor:
     """sum_k p_k |M_k|^2, apart for the layer's own and the others: what FSDP2 shards cannot be joined."""
     total = p[0] * squares(own, 0)
-    return total if others is None else total + (p[1 : 1 + len(others)] * squares(others, 1)).sum()
+    return (
+        total
+        if others is None
+        else total + (p[1 : 1 + len(others)] * squares(others, 1)).sum()
+    )
 
 
 def squares(tensor: Tensor, first: int) -> Tensor:

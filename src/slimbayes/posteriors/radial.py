@@ -37,7 +37,9 @@ class RadialPosterior(WeightPosterior):
         assert isinstance(config.prior, Normal)
         self.site, self.prior = site, config.prior
         start = config.scale_init + config.scale_jitter * torch.randn(site.shape)
-        self.weight_log_scale = nn.Parameter(start.clamp_min(0.1 * config.scale_init).log())
+        self.weight_log_scale = nn.Parameter(
+            start.clamp_min(0.1 * config.scale_init).log()
+        )
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return math.prod(self.site.shape) + 1, 0
@@ -45,13 +47,17 @@ class RadialPosterior(WeightPosterior):
     def realise(self, noise: Noise) -> Tensor:
         """Deviations from the mean, (n, *shape)."""
         direction = noise.block[:, :-1].reshape(-1, *self.site.shape)
-        direction = self.linear_map().masked(direction)  # padding and pruned weights do not move
+        direction = self.linear_map().masked(
+            direction
+        )  # padding and pruned weights do not move
         length = noise.block[:, -1] / direction.flatten(1).norm(dim=1)
         return self.scale() * (direction * length.view(-1, *[1] * len(self.site.shape)))
 
     def centre(self, block: Tensor) -> Tensor:
         """Any direction, of length zero."""
-        return torch.cat([torch.ones_like(block[:, :-1]), torch.zeros_like(block[:, -1:])], 1)
+        return torch.cat(
+            [torch.ones_like(block[:, :-1]), torch.zeros_like(block[:, -1:])], 1
+        )
 
     def scale(self) -> Tensor:
         """sigma in the shape of the stored weight; a weight's standard deviation is sigma / sqrt(D)."""
@@ -59,15 +65,23 @@ class RadialPosterior(WeightPosterior):
 
     def against_prior(self) -> list[tuple[Tensor, Tensor]]:
         deviation = self.scale().detach() / math.sqrt(math.prod(self.site.shape))
-        offset = (widen(self.linear_map().weight.detach()) - self.prior.loc) / self.prior.scale
+        offset = (
+            widen(self.linear_map().weight.detach()) - self.prior.loc
+        ) / self.prior.scale
         return [(offset, deviation / self.prior.scale)]
 
     def kl(self) -> Tensor:
         linear = self.linear_map()
-        mean, log_scale = linear.free(widen(linear.weight), widen(self.weight_log_scale))
+        mean, log_scale = linear.free(
+            widen(linear.weight), widen(self.weight_log_scale)
+        )
         s, size = self.prior.scale, mean.numel()
-        squares = (mean - self.prior.loc).square().sum() + (2 * log_scale).exp().sum() / size
-        cross_entropy = size * math.log(s * math.sqrt(2 * math.pi)) + squares / (2 * s**2)
+        squares = (mean - self.prior.loc).square().sum() + (
+            2 * log_scale
+        ).exp().sum() / size
+        cross_entropy = size * math.log(s * math.sqrt(2 * math.pi)) + squares / (
+            2 * s**2
+        )
         return cross_entropy - log_scale.sum() - direction_entropy(size)
 
 

@@ -34,7 +34,13 @@ from slimbayes.kernels import LARGE
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import Role, WeightPosterior
 from slimbayes.posteriors.configs.rank1 import Rank1
-from slimbayes.posteriors.factors import Drawn, Factor, FactorGroup, distribution_of, group_by
+from slimbayes.posteriors.factors import (
+    Drawn,
+    Factor,
+    FactorGroup,
+    distribution_of,
+    group_by,
+)
 
 
 class Rank1Posterior(WeightPosterior):
@@ -43,7 +49,9 @@ class Rank1Posterior(WeightPosterior):
     def __init__(self, config: Rank1, site: Site) -> None:
         super().__init__()
         if site.whole and config.perturbation == "additive":
-            raise ValueError("additive factors need a layer whose inputs are known; use perturbation='multiplicative'")
+            raise ValueError(
+                "additive factors need a layer whose inputs are known; use perturbation='multiplicative'"
+            )
         self.r = Factor(config, site.n_out, config.random in ("both", "r"))
         self.s = Factor(config, site.n_in, config.random in ("both", "s"))
         # Member 0 has the layer's own bias. K - 1 offsets then give K independent biases, the paper's count.
@@ -51,7 +59,9 @@ class Rank1Posterior(WeightPosterior):
         self.bias = nn.Parameter(torch.zeros(offsets, site.n_out)) if offsets else None
         self.members, self.mixture_kl = config.members, config.mixture_kl
         self.rowwise = config.draws == "example" and config.posterior != "point"
-        self.clip = None if config.clip == "auto" else config.clip  # a resolved config has a number or None
+        self.clip = (
+            None if config.clip == "auto" else config.clip
+        )  # a resolved config has a number or None
         # Elsewhere many activations share a factor, and noise is small beside them.
         self.dense = site.positions == "one" and not site.whole and config.rank == 1
         self.dense &= config.perturbation == "multiplicative"
@@ -67,7 +77,11 @@ class Rank1Posterior(WeightPosterior):
     @torch.no_grad()
     def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
         index, self.members = torch.tensor(members, device=self.device), len(members)
-        lines = nn.functional.pad(self.bias, (0, 0, 1, 0))[index] if self.bias is not None else None
+        lines = (
+            nn.functional.pad(self.bias, (0, 0, 1, 0))[index]
+            if self.bias is not None
+            else None
+        )
         trains, self.bias = self.bias is not None and self.bias.requires_grad, None
         for owner in (self, self.r, self.s):
             for name, p in owner.named_parameters(recurse=False):
@@ -75,15 +89,27 @@ class Rank1Posterior(WeightPosterior):
         if lines is not None:  # member 0 has the layer's own bias
             moved: set[int] = set()
             for layer in (self.layer, *tied):
-                site = next(site for site, own in layer.posterior.items() if own is self)
+                site = next(
+                    site for site, own in layer.posterior.items() if own is self
+                )
                 bias = layer.linear_map(site).bias
-                if bias is not None and bias.data_ptr() not in moved:  # tied layers may share their bias, too
+                if (
+                    bias is not None and bias.data_ptr() not in moved
+                ):  # tied layers may share their bias, too
                     moved.add(bias.data_ptr())
                     bias.add_(lines[0].to(bias.dtype))
-            self.bias = nn.Parameter(lines[1:] - lines[0], trains) if len(members) > 1 else None
+            self.bias = (
+                nn.Parameter(lines[1:] - lines[0], trains) if len(members) > 1 else None
+            )
 
     def role(self, name: str) -> Role:
-        return "offset" if name == "bias" else "scale" if name.endswith("rho") else "factor"
+        return (
+            "offset"
+            if name == "bias"
+            else "scale"
+            if name.endswith("rho")
+            else "factor"
+        )
 
     @property
     def anchor(self) -> Tensor:
@@ -94,7 +120,11 @@ class Rank1Posterior(WeightPosterior):
         return (0, width) if self.rowwise and rowwise else (width, 0)
 
     def seeded(self, rows: int) -> bool:
-        return self.dense and self.rowwise and seeded(self.r.width + self.s.width, rows, self.anchor)
+        return (
+            self.dense
+            and self.rowwise
+            and seeded(self.r.width + self.s.width, rows, self.anchor)
+        )
 
     @property
     def has_weights(self) -> bool:
@@ -109,11 +139,23 @@ class Rank1Posterior(WeightPosterior):
     def realise_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
         """All factors that are drawn alike in a handful of large operations, not a dozen small ones for each layer."""
         pairs = zip(posteriors, [current.noise[p.key] for p in posteriors], strict=True)
-        kinds, places = tuple([(n.row.shape[1] > 0, n.seed is None, p.clip) for p, n in pairs]), places_of(posteriors)
+        kinds, places = (
+            tuple([(n.row.shape[1] > 0, n.seed is None, p.clip) for p, n in pairs]),
+            places_of(posteriors),
+        )
 
         def alike() -> list[FactorGroup]:
-            kind = dict(zip([p.key for p in posteriors], zip(kinds, places, strict=True), strict=True))
-            return [FactorGroup(same) for same in group_by(posteriors, lambda p: (p.members, kind[p.key]))]
+            kind = dict(
+                zip(
+                    [p.key for p in posteriors],
+                    zip(kinds, places, strict=True),
+                    strict=True,
+                )
+            )
+            return [
+                FactorGroup(same)
+                for same in group_by(posteriors, lambda p: (p.members, kind[p.key]))
+            ]
 
         for same in plan_once(posteriors, ("alike", kinds, places), alike):
             same.draw(current)
@@ -126,7 +168,9 @@ class Rank1Posterior(WeightPosterior):
 
     def kl(self) -> Tensor:
         if self.sharded and self.mixture_kl == "exact":
-            raise ValueError('Rank1: mixture_kl="exact" needs whole parameters; use "mean" with sharded ones.')
+            raise ValueError(
+                'Rank1: mixture_kl="exact" needs whole parameters; use "mean" with sharded ones.'
+            )
         return sum(self.kl_together([self]), self.r.loc.new_zeros(()))
 
     @classmethod
@@ -134,15 +178,24 @@ class Rank1Posterior(WeightPosterior):
         kinds = tuple([(p.mixture_kl, p.r.prior, p.s.prior) for p in posteriors])
 
         def alike() -> list[list[Any]]:
-            every = [(p.mixture_kl, f) for p in posteriors for f in (p.r, p.s) if f.family is not Point]
+            every = [
+                (p.mixture_kl, f)
+                for p in posteriors
+                for f in (p.r, p.s)
+                if f.family is not Point
+            ]
             return group_by(every, lambda pair: (pair[0], *_alike(pair[1])))
 
         terms: list[Tensor] = []
         mixed: list[Any] = []
         for same in plan_once(posteriors, ("kl", kinds, places_of(posteriors)), alike):
             (how, lead), factors = same[0], [f for _, f in same]
-            locs, rhos = ([f._parameters[name] for f in factors] for name in ("loc", "rho"))
-            total = summed_kl(lead.family, lead.prior, locs, rhos, joined(locs), joined(rhos))
+            locs, rhos = (
+                [f._parameters[name] for f in factors] for name in ("loc", "rho")
+            )
+            total = summed_kl(
+                lead.family, lead.prior, locs, rhos, joined(locs), joined(rhos)
+            )
             terms.append(total if how == "sum" else total / len(locs[0]))
             mixed += [distribution_of(factors)] if how == "exact" else []
         terms += [-information(mixed)] if mixed else []
@@ -152,9 +205,14 @@ class Rank1Posterior(WeightPosterior):
         """Of the factors as they are drawn, before they are clipped."""
         lines = self.noise.block.double()
         total = lines.new_zeros(len(lines))
-        for factor, noise in zip((self.r, self.s), lines.split([self.r.width, self.s.width], 1), strict=True):
+        for factor, noise in zip(
+            (self.r, self.s), lines.split([self.r.width, self.s.width], 1), strict=True
+        ):
             if factor.width and factor.prior is not None:
-                q = distribution_of([factor], lambda parameter: self.by_member(parameter.double(), len(lines)))
+                q = distribution_of(
+                    [factor],
+                    lambda parameter: self.by_member(parameter.double(), len(lines)),
+                )
                 x = q.rsample(noise)
                 total = total + (factor.prior.log_prob(x) - q.log_prob(x)).sum(1)
         return total
@@ -170,51 +228,86 @@ class Rank1Posterior(WeightPosterior):
         drawn: Drawn = current.values.get(self.key) or self.values()
         if drawn.r.shape[0] == 1 and linear.absorbs and not self.additive:
             return linear.op(x, *self.materialise(linear, 0))
-        every = drawn.lines if drawn.own is linear.bias and type(linear) is LinearMap else None
+        every = (
+            drawn.lines
+            if drawn.own is linear.bias and type(linear) is LinearMap
+            else None
+        )
         # Rows come first, all that the pass has, and are too few for kernels.
-        if every is not None and linear.batch_dim == 0 and x.shape[0] == current.rows and x.numel() < LARGE:
+        if (
+            every is not None
+            and linear.batch_dim == 0
+            and x.shape[0] == current.rows
+            and x.numel() < LARGE
+        ):
             lines = every.meeting(x, linear.channel_dim, current.rows)
             if lines is not None:
                 y = linear.op(x * lines[self.s], linear.weight, None)
                 if y.dtype != x.dtype:
                     lines = every.meeting(y, linear.channel_dim, current.rows) or lines
-                return y * lines[self.r] + lines[self.key] if drawn.own is not None else y * lines[self.r]
-        combine: Callable[[Any, Any], Any] = operator.add if self.additive else operator.mul
+                return (
+                    y * lines[self.r] + lines[self.key]
+                    if drawn.own is not None
+                    else y * lines[self.r]
+                )
+        combine: Callable[[Any, Any], Any] = (
+            operator.add if self.additive else operator.mul
+        )
         # Eq. 1: y = (W (x o s)) o r + b, averaged over the p products
         apply = linear.modulated if drawn.s.dim() == 2 else linear.averaged
-        return apply(combine, x, drawn.s, drawn.r, current, bias=self._biases(drawn, linear.bias))
+        return apply(
+            combine, x, drawn.s, drawn.r, current, bias=self._biases(drawn, linear.bias)
+        )
 
     def _offsets(self, drawn: Drawn) -> Tensor | None:
         """Bias offsets (n, out) of members, without a layer's own bias."""
         if drawn.own is None or drawn.bias is None or self.bias is None:
             return drawn.bias
-        return self.by_member(nn.functional.pad(self.bias, (0, 0, 1, 0)), drawn.bias.shape[0])
+        return self.by_member(
+            nn.functional.pad(self.bias, (0, 0, 1, 0)), drawn.bias.shape[0]
+        )
 
-    def _biases(self, drawn: Drawn, own: Tensor | None, index: int | None = None) -> Tensor | None:
+    def _biases(
+        self, drawn: Drawn, own: Tensor | None, index: int | None = None
+    ) -> Tensor | None:
         """Biases (n, out) or (1, out) of a layer with this bias of its own, or that of one draw (out,)."""
         given = drawn.own is not None and drawn.own is own
-        lines = drawn.bias if given else self._offsets(drawn)  # layers that share a weight may have a bias each
+        lines = (
+            drawn.bias if given else self._offsets(drawn)
+        )  # layers that share a weight may have a bias each
         if own is None or lines is None:
             return own if own is None or index is not None else own.unsqueeze(0)
         lines = lines if index is None else self._line(lines, index)
         return lines if given else own + lines.to(own.dtype)
 
-    def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
+    def materialise(
+        self, linear: LinearMap, index: int
+    ) -> tuple[Tensor, Tensor | None]:
         drawn: Drawn = self.values()
         weight = linear.weight
         if not weight.is_floating_point():
-            raise ValueError(f"{self.name}: integers cannot take factors in; convert the layer back to floats first.")
+            raise ValueError(
+                f"{self.name}: integers cannot take factors in; convert the layer back to floats first."
+            )
         r, s = self._line(drawn.r, index), self._line(drawn.s, index)
         bias = self._biases(drawn, linear.bias, index)
         if self.additive and weight.dim() > 2:
-            raise ValueError(f"{self.name}: additive factors do not shift a convolution's padding: no weight has them.")
+            raise ValueError(
+                f"{self.name}: additive factors do not shift a convolution's padding: no weight has them."
+            )
         if self.additive:
             # W (x + s) + r = W x + (W s + r): the perturbation is a shift of the bias
-            shift = torch.nn.functional.linear(s.to(weight.dtype), weight) + r.to(weight.dtype)
+            shift = torch.nn.functional.linear(s.to(weight.dtype), weight) + r.to(
+                weight.dtype
+            )
             shift = shift if r.dim() == 1 else shift.mean(0)
             return weight, shift if bias is None else bias + shift
         # Eq. 1: W' = W o r s^T
-        mask = linear.outer(r, s) if r.dim() == 1 else torch.stack([*map(linear.outer, r, s)]).mean(0)
+        mask = (
+            linear.outer(r, s)
+            if r.dim() == 1
+            else torch.stack([*map(linear.outer, r, s)]).mean(0)
+        )
         return weight * mask.to(weight.dtype), bias
 
     def _line(self, lines: Tensor, index: int) -> Tensor:

@@ -34,19 +34,29 @@ class Accumulator:
         self.meaning = likelihood_named(likelihood)
         if not isinstance(scale, Tensor) or can_read_values(scale):
             check_positive("scale", torch.as_tensor(scale), zero=True)
-        self.likelihood, self.members, self.scale, self.keep = likelihood, members, scale, keep
+        self.likelihood, self.members, self.scale, self.keep = (
+            likelihood,
+            members,
+            scale,
+            keep,
+        )
         self.class_dim = class_dim
         self.weights = None if weights is None else _checked_weights(weights, members)
         self.count = 0
         self.member_sum: Any = None  # of means, or the log of a sum of probabilities
         self.noise_sum: Any = 0.0  # entropies of the draws, or their noise variances
-        self.square: Any = 0.0  # sum of squared deviations from the running mean (Chan's update)
+        self.square: Any = (
+            0.0  # sum of squared deviations from the running mean (Chan's update)
+        )
         self.samples: list[Tensor] = []
         self.noises: list[Tensor] = []
 
     def add(self, outputs: Tensor) -> None:
         """Take outputs (S', N, ...) of further draws; their number must be a multiple of the members."""
-        if outputs.dim() < (3 if self.meaning.option == "class_dim" else 2) or len(outputs) % self.members:
+        if (
+            outputs.dim() < (3 if self.meaning.option == "class_dim" else 2)
+            or len(outputs) % self.members
+        ):
             raise ValueError(
                 f"Outputs need an axis of draws, as many for each of {self.members} members, and one of rows, got "
                 f"shape {tuple(outputs.shape)}."
@@ -56,15 +66,23 @@ class Accumulator:
         by_member = values.unflatten(0, (-1, self.members))
         if self.meaning.discrete:
             fresh = torch.logsumexp(by_member, 0)
-            self.member_sum = fresh if self.member_sum is None else torch.logaddexp(self.member_sum, fresh)
+            self.member_sum = (
+                fresh
+                if self.member_sum is None
+                else torch.logaddexp(self.member_sum, fresh)
+            )
         else:
             mean = self._weighted(values).mean(0)
             if self.count:
                 shift = mean - self._weighted(self.member_sum).sum(0) / self.count
-                self.square = self.square + shift**2 * (self.count * len(values) / (self.count + len(values)))
+                self.square = self.square + shift**2 * (
+                    self.count * len(values) / (self.count + len(values))
+                )
             self.square = self.square + self._weighted((values - mean).square()).sum(0)
             fresh = by_member.sum(0)
-            self.member_sum = fresh if self.member_sum is None else self.member_sum + fresh
+            self.member_sum = (
+                fresh if self.member_sum is None else self.member_sum + fresh
+            )
         self.noise_sum = self.noise_sum + self._weighted(noise).sum(0)
         self.count += len(values)
         if self.keep:
@@ -75,19 +93,28 @@ class Accumulator:
         """Values (S', ...) of draws, or (K, ...) of members, times K w of their member: factors of mean one."""
         if self.weights is None:
             return values
-        return values * unsqueeze_like((len(values) * draw_shares(self.weights, values)).to(values), values)
+        return values * unsqueeze_like(
+            (len(values) * draw_shares(self.weights, values)).to(values), values
+        )
 
     def sound(self) -> bool:
         """Whether draws so far are numbers, or finite means. One number is read from the device."""
         total = self.member_sum.sum()
         if self.meaning.discrete:
             return not bool(total.isnan())  # a probability of zero has the log -inf
-        finite = bool((total + self.noise_sum.sum()).isfinite())  # large numbers may add up to infinity
-        return finite or bool(self.member_sum.isfinite().all() & self.noise_sum.isfinite().all())
+        finite = bool(
+            (total + self.noise_sum.sum()).isfinite()
+        )  # large numbers may add up to infinity
+        return finite or bool(
+            self.member_sum.isfinite().all() & self.noise_sum.isfinite().all()
+        )
 
     def fields(self) -> dict[str, Any]:
         """The fields of a Prediction."""
-        each, aleatoric = self.count // self.members, self.noise_sum / self.count  # draws of a member
+        each, aleatoric = (
+            self.count // self.members,
+            self.noise_sum / self.count,
+        )  # draws of a member
         if self.meaning.discrete:
             by_member = self.member_sum - math.log(each)
             epistemic = mutual_information(by_member, self.weights, aleatoric)
@@ -100,16 +127,25 @@ class Accumulator:
             "aleatoric": aleatoric,
             "epistemic": epistemic,
             "by_draw": torch.cat(self.samples) if self.keep else None,
-            "noise": torch.cat(self.noises) if self.keep and not self.meaning.discrete else None,
+            "noise": torch.cat(self.noises)
+            if self.keep and not self.meaning.discrete
+            else None,
             "weights": self.weights,
         }
 
 
 def _checked_weights(weights: Tensor | Sequence[float], members: int) -> Tensor:
     """Weights (K,) in float64, scaled to sum to one beyond the rounding of what was given."""
-    given: Any = weights.tolist() if isinstance(weights, Tensor) else list(weights)  # torch.export traces tensors
+    given: Any = (
+        weights.tolist() if isinstance(weights, Tensor) else list(weights)
+    )  # torch.export traces tensors
     flat = not any(isinstance(w, (list, tuple)) for w in given)
-    if not flat or len(given) != members or not all(w >= 0 for w in given) or not abs(sum(given) - 1) <= 1e-4:
+    if (
+        not flat
+        or len(given) != members
+        or not all(w >= 0 for w in given)
+        or not abs(sum(given) - 1) <= 1e-4
+    ):
         raise ValueError(
             f"weights must be {members} non-negative numbers that sum to 1, one for each member, got {given}."
         )
@@ -136,7 +172,9 @@ def log_mean(logs: Tensor, weights: Tensor | None = None) -> Tensor:
     return torch.logsumexp(logs + unsqueeze_like(weights.log().to(logs), logs), 0)
 
 
-def mutual_information(by_member: Tensor, weights: Tensor | None, aleatoric: Tensor) -> Tensor:
+def mutual_information(
+    by_member: Tensor, weights: Tensor | None, aleatoric: Tensor
+) -> Tensor:
     """What draws disagree on (N, ...): the entropy of the average of members' log probabilities (K, N, ..., C), less
     the mean entropy of the draws. Rounding may dip below zero.
     """
@@ -160,7 +198,9 @@ def quantile(values: Tensor, weights: Tensor | None, level: float) -> Tensor:
     width = shares.square().sum(0)
     start = level * (1 - width)
     upper = share.cumsum(0)
-    inside = upper.clamp(start, start + width) - (upper - share).clamp(start, start + width)
+    inside = upper.clamp(start, start + width) - (upper - share).clamp(
+        start, start + width
+    )
     return (inside / inside.sum(0) * ordered).sum(0).to(values.dtype)
 
 
@@ -173,15 +213,21 @@ def draw_shares(weights: Tensor | None, values: Tensor) -> Tensor:
     return weights.to(values.device).repeat(each, *[1] * (weights.dim() - 1)) / each
 
 
-def mixture_below(at: Tensor, means: Tensor, scale: Tensor, weights: Tensor | None) -> Tensor:
+def mixture_below(
+    at: Tensor, means: Tensor, scale: Tensor, weights: Tensor | None
+) -> Tensor:
     """Probability (N, ...) below `at` (N, ...) under the mixture of normals with these means and deviations (M, N, ...)
     in float64, members and weights as in `quantile`.
     """
-    own = torch.special.ndtr((at - means) / scale.clamp_min(torch.finfo(torch.float64).tiny))
+    own = torch.special.ndtr(
+        (at - means) / scale.clamp_min(torch.finfo(torch.float64).tiny)
+    )
     return (unsqueeze_like(draw_shares(weights, means), own) * own).sum(0)
 
 
-def mixture_quantile(means: Tensor, noise: Tensor, weights: Tensor | None, level: float) -> Tensor:
+def mixture_quantile(
+    means: Tensor, noise: Tensor, weights: Tensor | None, level: float
+) -> Tensor:
     """Quantile of the mixture of normals with these means and variances (M, ...), members and weights as in `quantile`.
 
     Bisection, between the lowest and the highest of the normals' own quantiles.
@@ -207,10 +253,16 @@ def for_a_row(name: str, value: float | Tensor, like: Tensor) -> Tensor:
     float64 stays so: a time in seconds has more digits than float32.
     """
     shape = (1, *like.shape[2:])
-    kind = torch.promote_types(value.dtype, like.dtype) if isinstance(value, Tensor) else like.dtype
+    kind = (
+        torch.promote_types(value.dtype, like.dtype)
+        if isinstance(value, Tensor)
+        else like.dtype
+    )
     tensor = torch.as_tensor(value, dtype=kind, device=like.device)
     try:
-        out = torch.broadcast_to(tensor.reshape(()) if tensor.numel() == 1 else tensor, shape)
+        out = torch.broadcast_to(
+            tensor.reshape(()) if tensor.numel() == 1 else tensor, shape
+        )
     except RuntimeError:
         needed = f"{name} must be a number or broadcast against one row's targets, shape {shape[1:]}"
         raise ValueError(f"{needed}, got shape {tuple(tensor.shape)}.") from None
@@ -221,4 +273,6 @@ def for_a_row(name: str, value: float | Tensor, like: Tensor) -> Tensor:
 
 def log_at(logs: Tensor, target: Tensor) -> Tensor:
     """What logs (..., N, C) say of the targets (N, ...)."""
-    return logs.gather(-1, target.long().expand(logs.shape[:-1]).unsqueeze(-1)).squeeze(-1)
+    return logs.gather(-1, target.long().expand(logs.shape[:-1]).unsqueeze(-1)).squeeze(
+        -1
+    )

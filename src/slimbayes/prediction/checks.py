@@ -30,18 +30,25 @@ from slimbayes.train.targets import check_logits
 _ANYWAY = "predict(..., allow_nonfinite=True) predicts anyway"
 
 
-def check_draws(what: str, draws: Any, fold: Any = "auto", also: tuple[Any, ...] = ()) -> None:
+def check_draws(
+    what: str, draws: Any, fold: Any = "auto", also: tuple[Any, ...] = ()
+) -> None:
     """Refuse numbers of draws that are none, nor among what is taken `also`, and unknown ways to run them."""
     if draws not in also and (not isinstance(draws, Integral) or draws < 1):
         told = "".join(f", or {other!r}" for other in also)
-        raise ValueError(f"{what} needs at least one draw, a whole number{told}, got draws={draws!r}.")
+        raise ValueError(
+            f"{what} needs at least one draw, a whole number{told}, got draws={draws!r}."
+        )
     if fold != "auto" and not isinstance(fold, bool):
         raise ValueError(f'fold must be True, False or "auto", got {fold!r}.')
 
 
 def check_inputs(model: nn.Module, inputs: tuple[Any, Any], before: int = 0) -> None:
     """Refuse NaN and infinity, naming the argument, the row (after `before` earlier ones) and the column."""
-    leaves = [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in arrays_of(inputs)]
+    leaves = [
+        leaf.data if isinstance(leaf, PackedSequence) else leaf
+        for leaf in arrays_of(inputs)
+    ]
     for number, values in enumerate(leaves):
         if not values.is_floating_point() or values.layout != torch.strided:
             continue
@@ -52,7 +59,13 @@ def check_inputs(model: nn.Module, inputs: tuple[Any, Any], before: int = 0) -> 
         dim = batch_dim_of(model) or 0
         if not isinstance(arrays_of(inputs)[number], PackedSequence) and dim < len(at):
             row = before + at.pop(dim)
-            where = f"row {row}" + (f", column {at[0]}" if len(at) == 1 else f", at {tuple(at)}" if at else "")
+            where = f"row {row}" + (
+                f", column {at[0]}"
+                if len(at) == 1
+                else f", at {tuple(at)}"
+                if at
+                else ""
+            )
         raise ValueError(
             f"predict was given {value} in {_name_of(model, inputs, number)}, {where}. Remove or replace such values; "
             f"{_ANYWAY}."
@@ -63,10 +76,18 @@ def check_noise_rule(model: nn.Module, likelihood: str) -> None:
     """Warn where a head's noise was learned by another rule than `noise_scale` has now, or an unnamed one."""
     if not likelihood_named(likelihood).learns_noise:
         return
-    rules = [m.__dict__["_slimbayes"].noise_rule for m in model.modules() if "_slimbayes" in m.__dict__]
+    rules = [
+        m.__dict__["_slimbayes"].noise_rule
+        for m in model.modules()
+        if "_slimbayes" in m.__dict__
+    ]
     other = next((rule for rule in rules if rule != NOISE_RULE), None)
     if other is not None:
-        by = f"{other[0]} to {other[1]} times scale" if len(other) == 3 else "a rule that its file does not name"
+        by = (
+            f"{other[0]} to {other[1]} times scale"
+            if len(other) == 3
+            else "a rule that its file does not name"
+        )
         warnings.warn(
             f"This model's noise was learned as {by}; now it is {NOISE_RULE[0]} to {NOISE_RULE[1]} times scale. Files "
             f"that name none are mostly of the rule before, 0.1 to 10: for them give scale= 10/3 as large, or train "
@@ -76,16 +97,24 @@ def check_noise_rule(model: nn.Module, likelihood: str) -> None:
         )
 
 
-def check_scores(model: nn.Module, outputs: Tensor, likelihood: str, class_dim: int | None = None) -> None:
+def check_scores(
+    model: nn.Module, outputs: Tensor, likelihood: str, class_dim: int | None = None
+) -> None:
     """Refuse probabilities of classes in the place of logits, on any device, and warn of what looks like those of a yes
     or no: numbers from near 0 to near 1 and none beyond, or out of a model whose last part is a sigmoid.
     """
     if likelihood == "categorical" and (class_dim is not None or outputs.dim() < 5):
         check_logits(outputs, -1 if class_dim is None else class_dim)
-    if likelihood != "bernoulli" or outputs.numel() < 2 or bool(((outputs < 0) | (outputs > 1)).any()):
+    if (
+        likelihood != "bernoulli"
+        or outputs.numel() < 2
+        or bool(((outputs < 0) | (outputs > 1)).any())
+    ):
         return
     last = [m for m in model.modules() if not m._modules][-1]
-    if isinstance(last, nn.Sigmoid) or bool((outputs.min() < 0.05) & (outputs.max() > 0.95)):
+    if isinstance(last, nn.Sigmoid) or bool(
+        (outputs.min() < 0.05) & (outputs.max() > 0.95)
+    ):
         warnings.warn(
             "All outputs lie between 0 and 1, as probabilities do, but a bernoulli likelihood takes logits: if the "
             "model ends in a sigmoid, return what goes into it.",
@@ -96,22 +125,41 @@ def check_scores(model: nn.Module, outputs: Tensor, likelihood: str, class_dim: 
 
 def _name_of(model: nn.Module, inputs: tuple[Any, Any], number: int) -> str:
     """What the model calls its n-th tensor, with its place in a nested argument."""
-    packed = pytree.tree_flatten_with_path(inputs, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))[0]
-    paths = [path for path, leaf in packed if isinstance(leaf, (Tensor, PackedSequence))]
+    packed = pytree.tree_flatten_with_path(
+        inputs, is_leaf=lambda leaf: isinstance(leaf, PackedSequence)
+    )[0]
+    paths = [
+        path for path, leaf in packed if isinstance(leaf, (Tensor, PackedSequence))
+    ]
     if number >= len(paths):
         return "its inputs"  # inside a dataclass
     _, place, *rest = paths[number]
-    names, index = list(inspect.signature(model.forward).parameters), getattr(place, "idx", -1)
-    name = names[index] if 0 <= index < len(names) else str(getattr(place, "key", f"argument {index}"))
+    names, index = (
+        list(inspect.signature(model.forward).parameters),
+        getattr(place, "idx", -1),
+    )
+    name = (
+        names[index]
+        if 0 <= index < len(names)
+        else str(getattr(place, "key", f"argument {index}"))
+    )
     return f"{name!r}" + pytree.keystr(tuple(rest))
 
 
-def refuse_outputs(sums: Accumulator, outputs: Iterable[Tensor], before: int) -> NoReturn:
+def refuse_outputs(
+    sums: Accumulator, outputs: Iterable[Tensor], before: int
+) -> NoReturn:
     """Say which draw of which row is no number."""
     draws = 0
     for some in outputs:
-        values, noise = sums.meaning.predictive(some.float(), sums.scale, sums.class_dim)
-        bad = values.isnan() if sums.meaning.discrete else ~(values.isfinite() & noise.isfinite())
+        values, noise = sums.meaning.predictive(
+            some.float(), sums.scale, sums.class_dim
+        )
+        bad = (
+            values.isnan()
+            if sums.meaning.discrete
+            else ~(values.isfinite() & noise.isfinite())
+        )
         bad = bad.flatten(2).any(-1) if bad.dim() > 2 else bad
         if bool(bad.any()):
             draw, row = bad.nonzero()[0].tolist()
@@ -126,12 +174,20 @@ def refuse_outputs(sums: Accumulator, outputs: Iterable[Tensor], before: int) ->
     )
 
 
-MISFITS = (RuntimeError, IndexError, ValueError)  # what torch raises for inputs that do not fit a layer
+MISFITS = (
+    RuntimeError,
+    IndexError,
+    ValueError,
+)  # what torch raises for inputs that do not fit a layer
 
 
 def explain(error: Exception, model: nn.Module, args: Any, kwargs: Any) -> NoReturn:
     """Raise a sentence that names inputs that do not fit a layer, and that, instead of torch's error; else this."""
-    why = None if isinstance(error, torch.OutOfMemoryError) else _resized(model) or _misfit(model, args, kwargs)
+    why = (
+        None
+        if isinstance(error, torch.OutOfMemoryError)
+        else _resized(model) or _misfit(model, args, kwargs)
+    )
     if why is None:
         raise error
     raise ValueError(why) from error
@@ -141,7 +197,11 @@ def _resized(model: nn.Module) -> str | None:
     """What was made of a layer whose weight has got another shape since it was converted."""
     for p in (p for p in posteriors_of(model) if isinstance(p.layer, BayesLayer)):
         weight: Any = p.linear_map().weight
-        if weight is not None and weight.is_floating_point() and tuple(weight.shape) != p.site.shape:
+        if (
+            weight is not None
+            and weight.is_floating_point()
+            and tuple(weight.shape) != p.site.shape
+        ):
             return (
                 f"The weight of layer {p.layer.bayes_name!r} is {tuple(weight.shape)}, but its posterior was made for "
                 f"{p.site.shape}: resize layers before bayesianize, or call debayesianize first and convert again."
@@ -158,9 +218,16 @@ def _misfit(model: nn.Module, args: Any, kwargs: Any) -> str | None:
         why = _unfit(module, first) if isinstance(first, Tensor) and not found else None
         if why is not None:
             name = next(n for n, m in model.named_modules() if m is module)
-            found.append(f"The model's layer {name!r} {why}" if name else f"The model {why}")
+            found.append(
+                f"The model's layer {name!r} {why}" if name else f"The model {why}"
+            )
 
-    with suppress(Exception), ExitStack() as hooks, undisturbed(model, (args, kwargs)) as trials, Quiet(trials=trials):
+    with (
+        suppress(Exception),
+        ExitStack() as hooks,
+        undisturbed(model, (args, kwargs)) as trials,
+        Quiet(trials=trials),
+    ):
         for module in model.modules():
             hooks.enter_context(module.register_forward_pre_hook(look))
         model(*args, **kwargs)
@@ -170,9 +237,17 @@ def _misfit(model: nn.Module, args: Any, kwargs: Any) -> str | None:
 
 def _unfit(layer: Any, x: Tensor) -> str | None:
     """What stands between a layer and its input, by the names torch's own layers have for what they expect."""
-    space = len(layer.kernel_size) if isinstance(getattr(layer, "kernel_size", None), tuple) else 0
+    space = (
+        len(layer.kernel_size)
+        if isinstance(getattr(layer, "kernel_size", None), tuple)
+        else 0
+    )
     weight = next(layer.parameters(recurse=False), None)
-    for name, dim in (("in_features", -1), ("input_size", -1), ("in_channels", -1 - space)):
+    for name, dim in (
+        ("in_features", -1),
+        ("input_size", -1),
+        ("in_channels", -1 - space),
+    ):
         width = getattr(layer, name, None)
         if isinstance(width, int) and (x.dim() < -dim or x.shape[dim] != width):
             at = "" if dim == -1 else f" along dimension {dim}"
@@ -184,7 +259,11 @@ def _unfit(layer: Any, x: Tensor) -> str | None:
             return f"takes whole numbers from 0 to {layer.num_embeddings - 1}, got {int(x.min())} to {int(x.max())}."
     elif isinstance(weight, Tensor):
         stored = not weight.is_floating_point()  # integers are stored, not computed in
-        if x.dtype != weight.dtype and not stored and not torch.is_autocast_enabled(x.device.type):
+        if (
+            x.dtype != weight.dtype
+            and not stored
+            and not torch.is_autocast_enabled(x.device.type)
+        ):
             kind = str(weight.dtype).removeprefix("torch.")
             return f"computes in {kind}, got inputs of {x.dtype}: convert them with x.to(torch.{kind})."
         if x.device != weight.device:

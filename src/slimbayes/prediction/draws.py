@@ -29,7 +29,9 @@ from slimbayes.prediction.sample import converted_posteriors, device_of, members
 
 MOST_ROWS = 2**15  # draws x inputs in one forward, by default
 _MOST_NUMBERS = 2**23  # of the inputs of one forward, by default
-_MOST_NOISE = 2**24  # numbers of noise, some 64 MiB: for posteriors that draw whole weights
+_MOST_NOISE = (
+    2**24
+)  # numbers of noise, some 64 MiB: for posteriors that draw whole weights
 
 
 class Draws:
@@ -39,18 +41,31 @@ class Draws:
         chunk, share, fold, seed: as in `predict`.
     """
 
-    def __init__(self, model: nn.Module, chunk: int | None, share: bool, fold: Fold, seed: Seed) -> None:
+    def __init__(
+        self, model: nn.Module, chunk: int | None, share: bool, fold: Fold, seed: Seed
+    ) -> None:
         self.model, self.chunk, self.share, self.fold = model, chunk, share, fold
         self.posteriors, self.members = converted_posteriors(model), members(model)
-        self.predicted_members, self.weights = self.members, member_weights(model)  # of the Prediction
-        self.held = calls.held_draws("predict", self.posteriors, seed)  # inside frozen these are all there are
-        drawn = self.posteriors and self.held is None  # else torch's generator is left alone
+        self.predicted_members, self.weights = (
+            self.members,
+            member_weights(model),
+        )  # of the Prediction
+        self.held = calls.held_draws(
+            "predict", self.posteriors, seed
+        )  # inside frozen these are all there are
+        drawn = (
+            self.posteriors and self.held is None
+        )  # else torch's generator is left alone
         self.seed = noise.seed_of(seed) if drawn or seed is not None else 0
-        self.seeded = seed is not None  # by default what the model draws by itself is left alone
+        self.seeded = (
+            seed is not None
+        )  # by default what the model draws by itself is left alone
         self.latest: tuple[int, Pass] | None = None
         self.differentiates = False  # whether the model takes derivatives
 
-    def outputs(self, args: Any, kwargs: Any, draws: int, start: int = 0) -> Iterator[Any]:
+    def outputs(
+        self, args: Any, kwargs: Any, draws: int, start: int = 0
+    ) -> Iterator[Any]:
         """Outputs (S', N, ...) of the draws of each member from `start` on, so many at a time as fit; names inputs that
         do not fit the model.
         """
@@ -66,17 +81,38 @@ class Draws:
                     yield self._run_call(lambda: self._run_plain(args, kwargs))
             return
         if self.held is not None:
-            call = self.model, self.posteriors, args, kwargs, self.held.total, self.fold, self.held
+            call = (
+                self.model,
+                self.posteriors,
+                args,
+                kwargs,
+                self.held.total,
+                self.fold,
+                self.held,
+            )
             yield self._run_call(lambda: calls.run_sampled(*call))
             return
         at_once = min(draws, self._at_once((args, kwargs)))
-        countable = self.share and draws > 1 and self.members == 1 and all(p.countable for p in self.posteriors)
+        countable = (
+            self.share
+            and draws > 1
+            and self.members == 1
+            and all(p.countable for p in self.posteriors)
+        )
         # The user's own noise differs between draws that picked alike.
-        if countable and (self.fold is False or not layout_of(self.model, args, kwargs, self.posteriors).random):
+        if countable and (
+            self.fold is False
+            or not layout_of(self.model, args, kwargs, self.posteriors).random
+        ):
             yield from self._distinct(args, kwargs, start, draws, at_once)
             return
         for first in range(start, start + draws, at_once):
-            yield self._run(args, kwargs, self._numbered(first, min(at_once, start + draws - first)), first)
+            yield self._run(
+                args,
+                kwargs,
+                self._numbered(first, min(at_once, start + draws - first)),
+                first,
+            )
 
     def _model_seed(self, first: int) -> int | None:
         """For what the model draws by itself in a call whose first draw has this number."""
@@ -84,7 +120,11 @@ class Draws:
 
     def _run(self, args: Any, kwargs: Any, new: Pass, first: int) -> Any:
         call, own = (self.model, self.posteriors, args, kwargs), self._model_seed(first)
-        return self._run_call(lambda: calls.run_sampled(*call, new.total, self.fold, new, share=self.share, seed=own))
+        return self._run_call(
+            lambda: calls.run_sampled(
+                *call, new.total, self.fold, new, share=self.share, seed=own
+            )
+        )
 
     def _run_plain(self, args: Any, kwargs: Any) -> Any:
         args, kwargs = copy_containers((args, kwargs))
@@ -100,14 +140,21 @@ class Draws:
                 raise
             self.differentiates = True
         with torch.enable_grad():
-            return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, call())
+            return tree_map(
+                lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, call()
+            )
 
     def _numbered(self, first: int, draws: int) -> Pass:
         """The pass of so many draws of each member; the latest is kept for the next batch."""
         at, total = first * self.members, draws * self.members
         if self.latest is None or self.latest[0] != at or self.latest[1].total != total:
             self.latest = None  # never two of them at once
-            self.latest = at, noise.draw_numbered(self.posteriors, Pass(total, 1, rowwise=False), self.seed, at)
+            self.latest = (
+                at,
+                noise.draw_numbered(
+                    self.posteriors, Pass(total, 1, rowwise=False), self.seed, at
+                ),
+            )
         return self.latest[1]
 
     def _at_once(self, inputs: Any) -> int:
@@ -115,28 +162,56 @@ class Draws:
         arrays = [padded(leaf) for leaf in arrays_of(inputs)]
         rows = max((a.shape[0] for a in arrays if a.dim()), default=1) or 1
         numbers = max((a.numel() for a in arrays), default=1)
-        wanted = min(_MOST_NUMBERS * rows // max(numbers, 1), MOST_ROWS) if self.chunk is None else self.chunk
+        wanted = (
+            min(_MOST_NUMBERS * rows // max(numbers, 1), MOST_ROWS)
+            if self.chunk is None
+            else self.chunk
+        )
         floats = sum(p.widths(False)[0] for p in self.posteriors) * self.members
-        return max(1, min(wanted // (rows * self.members), _MOST_NOISE // max(floats, 1)))
+        return max(
+            1, min(wanted // (rows * self.members), _MOST_NOISE // max(floats, 1))
+        )
 
-    def _distinct(self, args: Any, kwargs: Any, start: int, draws: int, at_once: int) -> Iterator[Any]:
+    def _distinct(
+        self, args: Any, kwargs: Any, start: int, draws: int, at_once: int
+    ) -> Iterator[Any]:
         """Outputs of draws that pick from finitely many networks: each network that was picked runs once."""
         held, device = self._numbered(start, draws), self.posteriors[0].device
-        picked = torch.stack(passes.run(held, lambda: [p.choices().to(device) for p in self.posteriors]))
+        picked = torch.stack(
+            passes.run(held, lambda: [p.choices().to(device) for p in self.posteriors])
+        )
         unique, which = torch.unique(picked, dim=1, return_inverse=True)
         first_of = torch.empty(unique.shape[1], dtype=torch.long, device=device)
         first_of.scatter_(0, which, torch.arange(draws, device=device))
-        networks = _joined([self._run(args, kwargs, held.take(some), start) for some in first_of.split(at_once)])
+        networks = _joined(
+            [
+                self._run(args, kwargs, held.take(some), start)
+                for some in first_of.split(at_once)
+            ]
+        )
         for index in which.split(max(at_once, 64)):
-            yield tree_map(lambda leaf, index=index: leaf[index] if isinstance(leaf, Tensor) else leaf, networks)
+            yield tree_map(
+                lambda leaf, index=index: (
+                    leaf[index] if isinstance(leaf, Tensor) else leaf
+                ),
+                networks,
+            )
 
 
 def member_weights(model: nn.Module) -> Tensor | None:
     """Stacking weights of a model's members, (K,), or None where they count alike."""
-    found = [p.weights for p in passes.posteriors_of(model) if isinstance(p, EnsemblePosterior)]
+    found = [
+        p.weights
+        for p in passes.posteriors_of(model)
+        if isinstance(p, EnsemblePosterior)
+    ]
     if not found or bool((found[0] == found[0][0]).all()):
         return None
-    return found[0].repeat(members(model) // len(found[0])) * len(found[0]) / members(model)
+    return (
+        found[0].repeat(members(model) // len(found[0]))
+        * len(found[0])
+        / members(model)
+    )
 
 
 MOST_NETWORKS = 4096
@@ -145,17 +220,29 @@ MOST_NETWORKS = 4096
 class Networks(Draws):
     """All M networks of a model as draws of one pass, each a member with a weight of its own."""
 
-    def __init__(self, model: nn.Module, chunk: int | None, share: bool, fold: Fold, seed: Seed) -> None:
+    def __init__(
+        self, model: nn.Module, chunk: int | None, share: bool, fold: Fold, seed: Seed
+    ) -> None:
         super().__init__(model, chunk, share, fold, seed)
         if self.held is not None:
-            raise ValueError('predict(draws="exact") inside `frozen`: held draws are all there are; call it outside.')
+            raise ValueError(
+                'predict(draws="exact") inside `frozen`: held draws are all there are; call it outside.'
+            )
         supports = self._supports()
-        self.support = {p.key: support for p, support in zip(self.posteriors, supports, strict=True)}
-        probs = [support.probs.double().cpu() for support in supports for _ in range(support.picks)]
+        self.support = {
+            p.key: support for p, support in zip(self.posteriors, supports, strict=True)
+        }
+        probs = [
+            support.probs.double().cpu()
+            for support in supports
+            for _ in range(support.picks)
+        ]
         picks = [torch.arange(len(p)) for p in probs]
         alone = torch.zeros(1, 0).long()
         # All combinations of values, (M / K, picks of all posteriors).
-        self.combined = torch.cartesian_prod(*picks).view(-1, len(picks)) if picks else alone
+        self.combined = (
+            torch.cartesian_prod(*picks).view(-1, len(picks)) if picks else alone
+        )
         joint = torch.ones(len(self.combined), dtype=torch.float64)
         for index, values in zip(self.combined.T, probs, strict=True):
             joint *= values[index]
@@ -175,9 +262,15 @@ class Networks(Draws):
                     f"({type(p).__name__}) are no picks from given components. Give a number of draws."
                 )
             found.append(support)
-        size = math.log(self.members) + sum(s.picks * math.log(max(1, len(s.probs))) for s in found)
+        size = math.log(self.members) + sum(
+            s.picks * math.log(max(1, len(s.probs))) for s in found
+        )
         if size > math.log(MOST_NETWORKS) + 1e-9:
-            count = f"{round(math.exp(size)):,}" if size < math.log(1e12) else f"10^{size / math.log(10):,.0f}"
+            count = (
+                f"{round(math.exp(size)):,}"
+                if size < math.log(1e12)
+                else f"10^{size / math.log(10):,.0f}"
+            )
             raise ValueError(
                 f'predict(draws="exact") would run {count} networks, and runs {MOST_NETWORKS:,} at most. Give a number '
                 f"of draws, or patch fewer layers with fewer components."
@@ -190,18 +283,34 @@ class Networks(Draws):
             yield from super()._outputs(args, kwargs, draws, start)
             return
         at_once, parts = self._at_once((args, kwargs)), []
-        for some in self.combined.split(at_once):  # each combination for every member in turn
+        for some in self.combined.split(
+            at_once
+        ):  # each combination for every member in turn
             new, at = Pass(len(some) * self.members, 1, rowwise=False), 0
             for p in self.posteriors:
                 support = self.support[p.key]
                 picked = some[:, at : at + support.picks].to(p.device)
                 at += support.picks
-                block = support.lines.to(p.device, p.dtype)[picked].transpose(1, 2).flatten(1)
-                new.put(p.key, Noise(block.repeat_interleave(self.members, 0), block.new_empty(0, 0)))
+                block = (
+                    support.lines.to(p.device, p.dtype)[picked]
+                    .transpose(1, 2)
+                    .flatten(1)
+                )
+                new.put(
+                    p.key,
+                    Noise(
+                        block.repeat_interleave(self.members, 0), block.new_empty(0, 0)
+                    ),
+                )
             parts.append(self._run(args, kwargs, new, 0))
         yield _joined(parts)
 
 
 def _joined(parts: list[Any]) -> Any:
     """Outputs (S', N, ...) of several calls as one."""
-    return tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
+    return tree_map(
+        lambda *leaves: (
+            torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0]
+        ),
+        *parts,
+    )

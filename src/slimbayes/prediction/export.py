@@ -27,7 +27,12 @@ from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.sharing import evaluating
 from slimbayes.errors import cut
 from slimbayes.files import replacing
-from slimbayes.prediction.checks import check_draws, check_inputs, check_noise_rule, check_scores
+from slimbayes.prediction.checks import (
+    check_draws,
+    check_inputs,
+    check_noise_rule,
+    check_scores,
+)
 from slimbayes.prediction.draws import member_weights
 from slimbayes.prediction.predict import find_output
 from slimbayes.prediction.prediction import Prediction
@@ -98,25 +103,55 @@ def export(
     if noise not in ("fixed", "input"):
         raise ValueError(f"noise must be 'fixed' or 'input', got {noise!r}.")
     dim = batch_dim_of(model) or 0
-    if not args or not all(isinstance(x, Tensor) and x.dim() for x in args) or _rows(args[0], dim) < 2:
-        raise ValueError("export needs an example of two rows at least: a tensor, or a tuple of those the model takes.")
+    if (
+        not args
+        or not all(isinstance(x, Tensor) and x.dim() for x in args)
+        or _rows(args[0], dim) < 2
+    ):
+        raise ValueError(
+            "export needs an example of two rows at least: a tensor, or a tuple of those the model takes."
+        )
     check_finite(model)
     check_inputs(model, (args, {}), 0)
     if likelihood is not None:
         check_noise_rule(model, likelihood)  # refuses an unknown one
     with evaluating(model), torch.no_grad():
-        graph = Graph(model, args, draws, members, seed, likelihood, scale, class_dim, fixed=noise == "fixed")
-        inputs = args if graph.noise is not None else (*args, torch.zeros(graph.total, sum(graph.widths)))
+        graph = Graph(
+            model,
+            args,
+            draws,
+            members,
+            seed,
+            likelihood,
+            scale,
+            class_dim,
+            fixed=noise == "fixed",
+        )
+        inputs = (
+            args
+            if graph.noise is not None
+            else (*args, torch.zeros(graph.total, sum(graph.widths)))
+        )
         if likelihood is not None:  # no values are seen while a graph is traced
-            given = graph.outputs(graph.noise if graph.noise is not None else inputs[-1], args)
+            given = graph.outputs(
+                graph.noise if graph.noise is not None else inputs[-1], args
+            )
             check_scores(model, given, likelihood, class_dim)
         names = ["input"] if len(args) == 1 else [f"input{i}" for i in range(len(args))]
         names += ["noise"] * (len(inputs) - len(args))
-        sizes: dict[str, list[int | None]] = {name: list(x.shape) for name, x in zip(names, inputs)}
+        sizes: dict[str, list[int | None]] = {
+            name: list(x.shape) for name, x in zip(names, inputs)
+        }
         for name, x in zip(names, args):
             if _rows(x, dim) == _rows(args[0], dim):
                 sizes[name][dim] = None
-        made = Exported(path, sizes, ("draws",) if likelihood is None else SUMMARIES, len(graph.kept), likelihood)
+        made = Exported(
+            path,
+            sizes,
+            ("draws",) if likelihood is None else SUMMARIES,
+            len(graph.kept),
+            likelihood,
+        )
         try:
             _write(graph, inputs, made, notes or {})
         except ExportError:
@@ -143,15 +178,26 @@ class Graph(nn.Module):
         fixed: bool,
     ) -> None:
         super().__init__()
-        self.model, self.likelihood, self.scale, self.class_dim = model, likelihood, scale, class_dim
+        self.model, self.likelihood, self.scale, self.class_dim = (
+            model,
+            likelihood,
+            scale,
+            class_dim,
+        )
         self.posteriors, self.members = converted_posteriors(model), members_of(model)
         self.total = self.members * draws
         self.kept = _kept(members, self.members, self.total)
         weights = member_weights(model)
         chosen = sorted({j % self.members for j in self.kept})
         self.count = len(chosen)
-        self.weights = None if weights is None else (weights[chosen] / weights[chosen].sum()).tolist()
-        held = noise.draw_numbered(self.posteriors, Pass(self.total, 1, rowwise=False), noise.seed_of(seed))
+        self.weights = (
+            None
+            if weights is None
+            else (weights[chosen] / weights[chosen].sum()).tolist()
+        )
+        held = noise.draw_numbered(
+            self.posteriors, Pass(self.total, 1, rowwise=False), noise.seed_of(seed)
+        )
         if held.keys and not fixed:
             raise ValueError(
                 "noise='input' feeds normals to posteriors, but dropout draws masks while its layer runs: "
@@ -159,15 +205,21 @@ class Graph(nn.Module):
             )
         self.widths = [held.noise[p.key].block.shape[1] for p in self.posteriors]
         self.noise: Tensor | None
-        blocks = [held.noise[p.key].block.float() for p in self.posteriors] or [torch.zeros(self.total, 0)]
+        blocks = [held.noise[p.key].block.float() for p in self.posteriors] or [
+            torch.zeros(self.total, 0)
+        ]
         self.register_buffer("noise", torch.cat(blocks, 1) if fixed else None)
         for key, numbers in held.keys.items():
             self.register_buffer(f"keys_{key}", numbers)
-        self.layout = layout_of(model, args, {}, self.posteriors) if self.posteriors else Layout()
+        self.layout = (
+            layout_of(model, args, {}, self.posteriors) if self.posteriors else Layout()
+        )
         self.folded = self.layout.folds and len(self.kept) == self.total > 1
 
     def forward(self, *inputs: Tensor) -> Any:
-        given, args = (inputs[-1], inputs[:-1]) if self.noise is None else (self.noise, inputs)
+        given, args = (
+            (inputs[-1], inputs[:-1]) if self.noise is None else (self.noise, inputs)
+        )
         outputs = self.outputs(given, args)
         if self.likelihood is None:
             return outputs
@@ -181,14 +233,23 @@ class Graph(nn.Module):
             return find_output(self.model(*args)).unsqueeze(0)
         held = Pass(self.total, 1, rowwise=False)
         for posterior, block in zip(self.posteriors, given.split(self.widths, 1)):
-            held.put(posterior.key, Noise(block.to(posterior.dtype), block.new_empty(0, 0)))
+            held.put(
+                posterior.key, Noise(block.to(posterior.dtype), block.new_empty(0, 0))
+            )
             if posterior.late:
                 held.keys[posterior.key] = getattr(self, f"keys_{posterior.key}")
         known = self.layout if self.layout.folds else None
         new = held.view(self.total * self.layout.rows((args, {})), known)
         if self.folded:
-            return find_output(calls.run_draws(self.model, self.posteriors, args, {}, new, self.layout, folds=True))
-        parts = [calls.run_pass(new.single(j, known), self.posteriors, self.model, args, {}) for j in self.kept]
+            return find_output(
+                calls.run_draws(
+                    self.model, self.posteriors, args, {}, new, self.layout, folds=True
+                )
+            )
+        parts = [
+            calls.run_pass(new.single(j, known), self.posteriors, self.model, args, {})
+            for j in self.kept
+        ]
         return torch.stack([find_output(part) for part in parts])
 
 
@@ -200,31 +261,51 @@ def _rows(x: Tensor, dim: int) -> int:
 def _kept(members: Sequence[int] | None, count: int, total: int) -> list[int]:
     """Numbers of the draws that belong to some of the members."""
     for member in members or ():
-        if isinstance(member, bool) or not isinstance(member, int) or not 0 <= member < count:
-            raise ValueError(f"members names {member!r}, but the model has members 0 to {count - 1}.")
+        if (
+            isinstance(member, bool)
+            or not isinstance(member, int)
+            or not 0 <= member < count
+        ):
+            raise ValueError(
+                f"members names {member!r}, but the model has members 0 to {count - 1}."
+            )
     if members is not None and not members:
         raise ValueError("members is empty: at least one member must be kept.")
     return [j for j in range(total) if members is None or j % count in members]
 
 
-def _write(graph: Graph, inputs: tuple[Tensor, ...], made: Exported, notes: Mapping[str, Any]) -> None:
+def _write(
+    graph: Graph, inputs: tuple[Tensor, ...], made: Exported, notes: Mapping[str, Any]
+) -> None:
     """The file, whole or not there, with a word on what it holds."""
     about = json.dumps({**notes, "format": 1, **made._asdict(), "path": made.path.name})
     shapes = tuple(
-        {dim: torch.export.Dim.DYNAMIC for dim, size in enumerate(sizes) if size is None} or None
+        {
+            dim: torch.export.Dim.DYNAMIC
+            for dim, size in enumerate(sizes)
+            if size is None
+        }
+        or None
         for sizes in made.inputs.values()
     )
     with _explain_failure(made.path.name):
-        program = torch.export.export(graph, inputs, dynamic_shapes=(shapes,), strict=False)
+        program = torch.export.export(
+            graph, inputs, dynamic_shapes=(shapes,), strict=False
+        )
     with replacing(made.path) as draft:
         if made.path.suffix == ".pt2":
             with open(draft, "wb") as file:
                 torch.export.save(program, file, extra_files={"slimbayes.json": about})
             return
         if find_spec("onnxscript") is None:
-            raise ImportError('A .onnx file needs onnx and onnxscript: pip install "slimbayes[export]"')
+            raise ImportError(
+                'A .onnx file needs onnx and onnxscript: pip install "slimbayes[export]"'
+            )
         with _explain_failure(made.path.name, " A .pt2 file can hold it."):
-            names = {"input_names": list(made.inputs), "output_names": list(made.outputs)}
+            names = {
+                "input_names": list(made.inputs),
+                "output_names": list(made.outputs),
+            }
             onnx = torch.onnx.export(program, **names)
         assert onnx is not None
         # Values inside get other names than outputs have: torch names them after operations, as mean.
@@ -246,8 +327,13 @@ def _explain_failure(file: str, remedy: str = "") -> Iterator[None]:
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             yield
-    except Exception as error:  # of torch's export there are many kinds, most of them private
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    except (
+        Exception
+    ) as error:  # of torch's export there are many kinds, most of them private
+        first = next(
+            (line for line in str(error).splitlines() if line.strip()),
+            type(error).__name__,
+        )
         raise ExportError(
             f"torch cannot write this model as a graph for {file}: {cut(first, 200)} What its forward decides by "
             f"values or by the number of rows (if x.sum() > 0, x.item(), len(x)) has no graph.{remedy}"

@@ -51,10 +51,14 @@ def features_of(model: nn.Module, args: Any, kwargs: Any, at: str | None) -> Ten
     if at is None:
         return args[0].float()
     if any(passes.pass_of(p.key) is not None for p in passes.posteriors_of(model)):
-        raise ValueError(f"The features of {at!r} belong to draws of their own: predict(..., far=) outside `frozen`.")
+        raise ValueError(
+            f"The features of {at!r} belong to draws of their own: predict(..., far=) outside `frozen`."
+        )
     names = dict(model.named_modules())
     if at not in names or not at:
-        raise ValueError(f"far(at={at!r}): the model has no such layer{did_you_mean(at, names)}")
+        raise ValueError(
+            f"far(at={at!r}): the model has no such layer{did_you_mean(at, names)}"
+        )
     seen = _seen(model, args, kwargs, {at: names[at]})
     if not seen or any(x.dim() != 2 or x.shape != seen[0][1].shape for _, x in seen):
         got = "nothing" if not seen else f"shape {tuple(seen[0][1].shape)}"
@@ -64,12 +68,16 @@ def features_of(model: nn.Module, args: Any, kwargs: Any, at: str | None) -> Ten
     return torch.stack([x for _, x in seen]).mean(0)
 
 
-def _seen(model: nn.Module, args: Any, kwargs: Any, modules: dict[str, nn.Module]) -> list[tuple[str, Tensor]]:
+def _seen(
+    model: nn.Module, args: Any, kwargs: Any, modules: dict[str, nn.Module]
+) -> list[tuple[str, Tensor]]:
     """Inputs of these modules, in the order of their calls, under a few draws that are always the same."""
     found: list[tuple[str, Tensor]] = []
 
     def note(name: str) -> Any:
-        return lambda module, inputs: None if on_trial() else found.append((name, inputs[0].detach().float()))
+        return lambda module, inputs: (
+            None if on_trial() else found.append((name, inputs[0].detach().float()))
+        )
 
     with ExitStack() as stack:
         for name, module in modules.items():
@@ -103,7 +111,9 @@ class Far(nn.Module):
     root: Tensor
     typical: Tensor
     marginal: Tensor
-    norms: Sequence[float] = ()  # of all parameters of the model that features come from
+    norms: Sequence[
+        float
+    ] = ()  # of all parameters of the model that features come from
 
     def __init__(self, rows: Tensor, marginal: Tensor, at: str | None) -> None:
         super().__init__()
@@ -114,10 +124,22 @@ class Far(nn.Module):
         z = (wide - shift) / stretch
         length = float(torch.pdist(z[:512]).median()) / _SCALE or 1.0
         stretch, z = stretch * length, z / length
-        chol = torch.linalg.cholesky(_kernel(z, z) + _NOISE * torch.eye(len(z), dtype=z.dtype, device=z.device))
-        root = torch.linalg.solve_triangular(chol, torch.eye(len(z), dtype=z.dtype, device=z.device), upper=False)
-        left_out = 1 / root.square().sum(0) - _NOISE  # variance at each row given the others
-        buffers = {"shift": shift, "stretch": stretch, "rows": z, "root": root, "typical": left_out.median()}
+        chol = torch.linalg.cholesky(
+            _kernel(z, z) + _NOISE * torch.eye(len(z), dtype=z.dtype, device=z.device)
+        )
+        root = torch.linalg.solve_triangular(
+            chol, torch.eye(len(z), dtype=z.dtype, device=z.device), upper=False
+        )
+        left_out = (
+            1 / root.square().sum(0) - _NOISE
+        )  # variance at each row given the others
+        buffers = {
+            "shift": shift,
+            "stretch": stretch,
+            "rows": z,
+            "root": root,
+            "typical": left_out.median(),
+        }
         for name, value in buffers.items():
             self.register_buffer(name, value.float())
         self.register_buffer("marginal", marginal.double())
@@ -125,9 +147,15 @@ class Far(nn.Module):
     def check(self, model: nn.Module) -> None:
         """Warn where features come from other weights than those that distances were learned with."""
         now = self.norms if self.at is None or not self.norms else _norms(model)
-        if len(now) != len(self.norms) or not all(map(partial(math.isclose, rel_tol=1e-3), now, self.norms)):
+        if len(now) != len(self.norms) or not all(
+            map(partial(math.isclose, rel_tol=1e-3), now, self.norms)
+        ):
             why = f"far learned from what reaches {self.at!r} in a network with other weights: call it again"
-            warnings.warn(f"{why} after training. Its distances say nothing about this one.", SlimbayesWarning, 3)
+            warnings.warn(
+                f"{why} after training. Its distances say nothing about this one.",
+                SlimbayesWarning,
+                3,
+            )
 
     def forward(self, features: Tensor) -> Tensor:
         """Distance of rows with these features, from 0 (among the training rows) to 1: (N, P) to (N,)."""
@@ -140,10 +168,18 @@ class Far(nn.Module):
         Shape: distance (N,).
         """
         if prediction.by_draw is None:
-            raise ValueError("Distance changes every draw; call predict(..., keep_samples=True).")
-        w = ((distance - self.typical) / (1 - self.typical)).clamp(0, 1).to(prediction.by_member)
+            raise ValueError(
+                "Distance changes every draw; call predict(..., keep_samples=True)."
+            )
+        w = (
+            ((distance - self.typical) / (1 - self.typical))
+            .clamp(0, 1)
+            .to(prediction.by_member)
+        )
         wider = self._classes if prediction.discrete else self._targets
-        return replace(wider(prediction, prediction.by_draw, w), distance=distance.to(w))
+        return replace(
+            wider(prediction, prediction.by_draw, w), distance=distance.to(w)
+        )
 
     def _classes(self, prediction: Prediction, logs: Tensor, w: Tensor) -> Prediction:
         z = logs.clamp_min(torch.finfo(logs.dtype).min / logs.shape[-1])
@@ -151,8 +187,17 @@ class Far(nn.Module):
         # Of huge logits squares overflow: sqrt(1 + a q^2) = hypot(1, sqrt(a) q).
         largest = z.abs().amax(-1, keepdim=True).clamp_min(1.0)
         rms = largest * (z / largest).square().mean(-1, keepdim=True).sqrt()
-        further = unsqueeze_like((math.pi / 8 * w).sqrt(), prediction.aleatoric)[None, ..., None] * rms
-        logs = torch.where(further > 0, (z / torch.hypot(torch.ones_like(further), further)).log_softmax(-1), logs)
+        further = (
+            unsqueeze_like((math.pi / 8 * w).sqrt(), prediction.aleatoric)[
+                None, ..., None
+            ]
+            * rms
+        )
+        logs = torch.where(
+            further > 0,
+            (z / torch.hypot(torch.ones_like(further), further)).log_softmax(-1),
+            logs,
+        )
         return prediction.with_logs(logs, prediction.aleatoric)
 
     def _targets(self, prediction: Prediction, values: Tensor, w: Tensor) -> Prediction:
@@ -164,14 +209,24 @@ class Far(nn.Module):
             )
         mean, variance = self.marginal.to(values)
         k, row = len(prediction.by_member), unsqueeze_like(w, prediction.aleatoric)
-        shares = torch.full((k,), 1 / k).to(w) if prediction.weights is None else prediction.weights.to(w)
-        total = (1 - row) * prediction.total + row * variance + row * (1 - row) * (prediction.mean - mean).square()
+        shares = (
+            torch.full((k,), 1 / k).to(w)
+            if prediction.weights is None
+            else prediction.weights.to(w)
+        )
+        total = (
+            (1 - row) * prediction.total
+            + row * variance
+            + row * (1 - row) * (prediction.mean - mean).square()
+        )
         aleatoric = (1 - row) * prediction.aleatoric
         assert prediction.noise is not None  # kept with the samples
         return replace(
             prediction,
             count=prediction.count // k * (k + 1),
-            by_member=torch.cat([prediction.by_member, mean.expand(1, *prediction.by_member.shape[1:])]),
+            by_member=torch.cat(
+                [prediction.by_member, mean.expand(1, *prediction.by_member.shape[1:])]
+            ),
             aleatoric=aleatoric,
             epistemic=(total - aleatoric).clamp_min(0),
             by_draw=_with_member(values, mean, k),
@@ -214,17 +269,25 @@ def far(
         raise ValueError(f"far needs rows >= 2, got {rows!r}.")
     discrete = likelihood_named(likelihood).discrete
     if discrete and isinstance(loader, Tensor):
-        raise TypeError("far takes batches, such as [(x, y)], got a tensor, whose rows are none.")
+        raise TypeError(
+            "far takes batches, such as [(x, y)], got a tensor, whose rows are none."
+        )
     generator = torch.Generator().manual_seed(seed)
     kept: Tensor | None = None
     order, moments = torch.empty(0), list[Tensor]()  # a random number for each row kept
     with torch.no_grad(), evaluating(model):
         for batch in loader:
             if not (discrete or (isinstance(batch, (tuple, list)) and len(batch) > 1)):
-                raise TypeError(f"far of real targets needs batches (input, target), got {type(batch).__name__}.")
+                raise TypeError(
+                    f"far of real targets needs batches (input, target), got {type(batch).__name__}."
+                )
             args, kwargs = call_batch(model, batch, inputs)
             first = args[0] if len(args) == 1 and not kwargs else None
-            if at is None and not (isinstance(first, Tensor) and first.dim() == 2 and first.is_floating_point()):
+            if at is None and not (
+                isinstance(first, Tensor)
+                and first.dim() == 2
+                and first.is_floating_point()
+            ):
                 at = _last_linear(model, args, kwargs)
             features = features_of(model, args, kwargs, at)
             kept = features if kept is None else torch.cat([kept, features])
@@ -233,25 +296,45 @@ def far(
                 kept, order = _smallest(kept, order, rows)
             if not discrete:
                 y = torch.as_tensor(batch[-1]).double()
-                moments.append(torch.stack([torch.full_like(y[0], len(y)), y.mean(0), y.var(0, correction=0)]))
+                moments.append(
+                    torch.stack(
+                        [
+                            torch.full_like(y[0], len(y)),
+                            y.mean(0),
+                            y.var(0, correction=0),
+                        ]
+                    )
+                )
     if kept is None or len(kept) < 2:
-        raise ValueError(f"far needs at least two rows to learn from, got {len(order)}.")
+        raise ValueError(
+            f"far needs at least two rows to learn from, got {len(order)}."
+        )
     kept, _ = _smallest(kept, order, rows)
     if not bool(kept.isfinite().all()):
-        raise ValueError("far was given features that are NaN or infinite: clean the inputs first.")
-    found = Far(kept, _marginal(moments) if moments else torch.empty(0), at).to(kept.device)
+        raise ValueError(
+            "far was given features that are NaN or infinite: clean the inputs first."
+        )
+    found = Far(kept, _marginal(moments) if moments else torch.empty(0), at).to(
+        kept.device
+    )
     if not bool(found.marginal.isfinite().all()):
-        raise ValueError("far was given targets that are NaN or infinite: leave their rows out.")
+        raise ValueError(
+            "far was given targets that are NaN or infinite: leave their rows out."
+        )
     found.norms = _norms(model)
     return found
 
 
 def _last_linear(model: nn.Module, args: Any, kwargs: Any) -> str:
     """The name of the linear layer that is called last."""
-    linear: Any = {n: m for n, m in model.named_modules() if n and isinstance(m, nn.Linear)}
+    linear: Any = {
+        n: m for n, m in model.named_modules() if n and isinstance(m, nn.Linear)
+    }
     seen = _seen(model, args, kwargs, linear)
     if not seen:
-        raise ValueError("far found no linear layer inside the model that is called: name one with at=.")
+        raise ValueError(
+            "far found no linear layer inside the model that is called: name one with at=."
+        )
     return seen[-1][0]
 
 
@@ -272,15 +355,21 @@ def _marginal(moments: Sequence[Tensor]) -> Tensor:
 
 
 def _norms(model: nn.Module) -> Any:
-    return torch.stack(torch._foreach_norm([p.detach().float() for p in model.parameters()])).tolist()
+    return torch.stack(
+        torch._foreach_norm([p.detach().float() for p in model.parameters()])
+    ).tolist()
 
 
 def _with_member(values: Tensor, known: Tensor, members: int) -> Tensor:
     """Draws (S, N, ...), draw j of member j mod K, with one more member that always says the same."""
     each = values.unflatten(0, (-1, members))
-    return torch.cat([each, known.expand(len(each), 1, *each.shape[2:])], 1).flatten(0, 1)
+    return torch.cat([each, known.expand(len(each), 1, *each.shape[2:])], 1).flatten(
+        0, 1
+    )
 
 
 def _kernel(a: Tensor, b: Tensor) -> Tensor:
     # By products the distances of close rows would be rounded, those of far ones infinity less infinity.
-    return torch.exp(-0.5 * torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").square())
+    return torch.exp(
+        -0.5 * torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").square()
+    )

@@ -22,7 +22,13 @@ from slimbayes.posteriors.configs.base import Deterministic
 from slimbayes.prediction.batches import batches_of
 from slimbayes.prediction.checks import check_draws
 from slimbayes.prediction.draws import member_weights
-from slimbayes.prediction.sample import converted_posteriors, frozen, members, sample, write_out
+from slimbayes.prediction.sample import (
+    converted_posteriors,
+    frozen,
+    members,
+    sample,
+    write_out,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -61,10 +67,14 @@ def refresh_norms(
         torch.Size([8, 64, 3])
     """
     if per not in ("posterior", "draw"):
-        raise ValueError(f"refresh_norms: per must be 'posterior' or 'draw', got {per!r}.")
+        raise ValueError(
+            f"refresh_norms: per must be 'posterior' or 'draw', got {per!r}."
+        )
     check_draws("refresh_norms", draws)
     if not _norms(model):
-        raise ValueError("refresh_norms found no batch norm with running statistics: there is nothing to refresh.")
+        raise ValueError(
+            "refresh_norms found no batch norm with running statistics: there is nothing to refresh."
+        )
     first = seed_of(seed)
     if per == "draw" and converted_posteriors(model):
         return _by_draw(model, x, draws, inputs, first)
@@ -79,7 +89,9 @@ def _by_draw(model: Model, x: Any, draws: int, inputs: int | None, seed: int) ->
     with frozen(model, draws, seed):
         nets = [write_out(model, j) for j in range(draws * members(model))]
     with _measuring(nets):
-        for args, kwargs in batches_of(model, x, None, inputs):  # once: a loader may shuffle, an iterator ends
+        for args, kwargs in batches_of(
+            model, x, None, inputs
+        ):  # once: a loader may shuffle, an iterator ends
             for net in nets:
                 net(*args, **kwargs)
     if len(nets) == 1:
@@ -92,7 +104,11 @@ def _by_draw(model: Model, x: Any, draws: int, inputs: int | None, seed: int) ->
 
 
 def _norms(model: nn.Module) -> list[_BatchNorm]:
-    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    return [
+        m
+        for m in model.modules()
+        if isinstance(m, _BatchNorm) and m.track_running_stats
+    ]
 
 
 @contextmanager

@@ -48,7 +48,9 @@ def remove_box(panel: Any, axis: str = "y") -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def bands(prediction: Prediction, x: Tensor | None = None, target: Tensor | None = None) -> Figure:
+def bands(
+    prediction: Prediction, x: Tensor | None = None, target: Tensor | None = None
+) -> Figure:
     """Mean, 50 % and 90 % intervals of real targets, with the targets as dots; a panel for each of up to four.
 
     Without `x` rows are ordered by their mean.
@@ -63,7 +65,11 @@ def bands(prediction: Prediction, x: Tensor | None = None, target: Tensor | None
     """
     prediction._need(discrete=False)
     mean, rows = prediction.mean, len(prediction)
-    if mean.dim() > 2 or (x is not None and x.numel() != rows) or (target is not None and target.shape != mean.shape):
+    if (
+        mean.dim() > 2
+        or (x is not None and x.numel() != rows)
+        or (target is not None and target.shape != mean.shape)
+    ):
         got = [None if t is None else tuple(t.shape) for t in (x, target)]
         raise ValueError(
             f"bands needs predictions (N,) or (N, T), x (N,) and targets like them; got predictions of shape "
@@ -79,11 +85,29 @@ def bands(prediction: Prediction, x: Tensor | None = None, target: Tensor | None
         order = lines[0, :, t].argsort() if x is None else x.flatten().cpu().argsort()
         at = torch.arange(rows) if x is None else x.flatten().cpu()[order]
         middle, low, high, lowest, highest = lines[:, order, t]
-        panel.fill_between(at, lowest, highest, color=BLUE, alpha=0.18, linewidth=0, label="90 % interval")
-        panel.fill_between(at, low, high, color=BLUE, alpha=0.32, linewidth=0, label="50 % interval")
+        panel.fill_between(
+            at,
+            lowest,
+            highest,
+            color=BLUE,
+            alpha=0.18,
+            linewidth=0,
+            label="90 % interval",
+        )
+        panel.fill_between(
+            at, low, high, color=BLUE, alpha=0.32, linewidth=0, label="50 % interval"
+        )
         panel.plot(at, middle, color=BLUE, linewidth=1.6, label="mean")
         if dots is not None:
-            panel.plot(at, dots[order, t], "o", color=ORANGE, markersize=3, alpha=0.8, label="target")
+            panel.plot(
+                at,
+                dots[order, t],
+                "o",
+                color=ORANGE,
+                markersize=3,
+                alpha=0.8,
+                label="target",
+            )
         panel.set_xlabel("rows, ordered by mean" if x is None else "x")
         panel.set_title("" if shown == 1 else f"target {t}", fontsize=10)
         remove_box(panel)
@@ -112,9 +136,23 @@ def uncertainties(prediction: Prediction, target: Tensor | None = None) -> Figur
     panel: Any = figure.subplots()
     top = max(float(entropy.max()), 1e-3)
     for name, values, colour in groups:
-        label = f"{name} ({len(values)}, mean {float(values.mean()):.2f})" if len(values) else f"{name} (0)"
-        share = torch.full_like(values, 1 / max(len(values), 1))  # few wrong rows must show beside many right ones
-        panel.hist(values, bins=24, range=(0, top), weights=share, color=colour, alpha=0.55, label=label)
+        label = (
+            f"{name} ({len(values)}, mean {float(values.mean()):.2f})"
+            if len(values)
+            else f"{name} (0)"
+        )
+        share = torch.full_like(
+            values, 1 / max(len(values), 1)
+        )  # few wrong rows must show beside many right ones
+        panel.hist(
+            values,
+            bins=24,
+            range=(0, top),
+            weights=share,
+            color=colour,
+            alpha=0.55,
+            label=label,
+        )
     panel.set_xlabel("predictive entropy, nats")
     panel.set_ylabel("share of rows" if target is None else "share of each group")
     remove_box(panel)
@@ -125,4 +163,11 @@ def uncertainties(prediction: Prediction, target: Tensor | None = None) -> Figur
 def legend_above(figure: Figure, panel: Any) -> None:
     """One key, that of a panel, for a whole figure."""
     handles, labels = panel.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=9)
+    figure.legend(
+        handles,
+        labels,
+        loc="outside upper center",
+        ncols=len(labels),
+        frameon=False,
+        fontsize=9,
+    )

@@ -101,13 +101,21 @@ def predict(
     """
     checks.check_draws("predict", draws, fold, also=("exact",))
     if chunk is not None and (not isinstance(chunk, Integral) or chunk < 1):
-        raise ValueError(f"predict needs chunk >= 1, a whole number, got chunk={chunk!r}.")
-    scale = scale if isinstance(scale, (int, float)) else torch.as_tensor(scale)  # arrays and lists
+        raise ValueError(
+            f"predict needs chunk >= 1, a whole number, got chunk={chunk!r}."
+        )
+    scale = (
+        scale if isinstance(scale, (int, float)) else torch.as_tensor(scale)
+    )  # arrays and lists
     check_positive("scale", torch.as_tensor(scale), zero=True)
     if any(p.is_meta for p in model.parameters()):
-        raise ValueError("The model has parameters on the meta device, which have no numbers: load its weights first.")
+        raise ValueError(
+            "The model has parameters on the meta device, which have no numbers: load its weights first."
+        )
     if draws != "exact" and draws > MOST_DRAWS:
-        raise ValueError(f"predict takes at most {MOST_DRAWS:,} draws of each member, got draws={draws!r}.")
+        raise ValueError(
+            f"predict takes at most {MOST_DRAWS:,} draws of each member, got draws={draws!r}."
+        )
     if chunk is not None and chunk < members(model):
         raise ValueError(
             f"predict runs one draw of every member at once: chunk must be at least {members(model)}, got {chunk!r}."
@@ -123,7 +131,14 @@ def predict(
     with evaluating(model):
         for args, kwargs in batches_of(model, x, chunk, inputs, allow_nonfinite):
             before, keep = sum(map(len, parts)), keep_samples or far is not None
-            sums = Accumulator(likelihood, source.predicted_members, scale, keep, class_dim, source.weights)
+            sums = Accumulator(
+                likelihood,
+                source.predicted_members,
+                scale,
+                keep,
+                class_dim,
+                source.weights,
+            )
             for outputs in source.outputs(args, kwargs, number):
                 found = _checked(find_output(outputs, output), likelihood)
                 if not before and not sums.count:
@@ -131,17 +146,28 @@ def predict(
                 sums.scale = _scale_of(scale, found, likelihood, before)
                 sums.add(found)
             if not (allow_nonfinite or sums.sound()):
-                again = (find_output(outputs, output) for outputs in source.outputs(args, kwargs, number))
+                again = (
+                    find_output(outputs, output)
+                    for outputs in source.outputs(args, kwargs, number)
+                )
                 checks.refuse_outputs(sums, again, before)
             part = Prediction(**sums.fields())
             if far is not None:
                 part = far.widen(part, far(features_of(model, args, kwargs, far.at)))
-            parts.append(part if keep_samples else replace(part, by_draw=None, noise=None))
+            parts.append(
+                part if keep_samples else replace(part, by_draw=None, noise=None)
+            )
             bar.add(len(part))
     bar.close()
     whole = Prediction.joined(parts)
-    if isinstance(scale, Tensor) and scale.dim() == whole.by_member.dim() - 1 and len(scale) not in (1, len(whole)):
-        raise ValueError(f"scale has one line for each of {len(scale)} rows, but {len(whole)} were predicted.")
+    if (
+        isinstance(scale, Tensor)
+        and scale.dim() == whole.by_member.dim() - 1
+        and len(scale) not in (1, len(whole))
+    ):
+        raise ValueError(
+            f"scale has one line for each of {len(scale)} rows, but {len(whole)} were predicted."
+        )
     return whole
 
 
@@ -161,45 +187,66 @@ def predict_prefixes(
     inputs and outputs pass that are not finite.
     """
     if not draws or min(draws) < 1:
-        raise ValueError(f"predict_prefixes needs numbers of draws of at least 1, got {draws!r}.")
+        raise ValueError(
+            f"predict_prefixes needs numbers of draws of at least 1, got {draws!r}."
+        )
     checks.check_noise_rule(model, likelihood)
     check_finite(model)
     if not allow_nonfinite:
         checks.check_inputs(model, ((x,), {}), before)
     out, done, source = {}, 0, Draws(model, None, True, "auto", seed)
-    sums = Accumulator(likelihood, source.predicted_members, scale, True, None, source.weights)
+    sums = Accumulator(
+        likelihood, source.predicted_members, scale, True, None, source.weights
+    )
     with evaluating(model):
         for count in sorted(set(draws)):
             for outputs in source.outputs((x,), {}, count - done, done):
                 sums.add(find_output(outputs))
             out[count], done = Prediction(**sums.fields()), count
         if not allow_nonfinite and not sums.sound():
-            checks.refuse_outputs(sums, map(find_output, source.outputs((x,), {}, done)), before)
+            checks.refuse_outputs(
+                sums, map(find_output, source.outputs((x,), {}, done)), before
+            )
     return out
 
 
 def _checked(outputs: Tensor, likelihood: str) -> Tensor:
     """Refuse outputs that have no rows, or no numbers that a likelihood knows."""
     if outputs.dim() < (3 if likelihood == "categorical" else 2):
-        what = "Class scores need" if likelihood == "categorical" else "Predictions need"
+        what = (
+            "Class scores need" if likelihood == "categorical" else "Predictions need"
+        )
         raise ValueError(
             f"{what} a row axis: the draws gave {tuple(outputs.shape)}, without one. Give predict a batch, "
             f"such as x[None], or a model whose output has one row for each input; name it with output= if it has more."
         )
     if outputs.is_complex():
-        raise ValueError(f"No likelihood takes complex outputs, and the model gave {outputs.dtype}: split them inside.")
+        raise ValueError(
+            f"No likelihood takes complex outputs, and the model gave {outputs.dtype}: split them inside."
+        )
     return outputs
 
 
-def _scale_of(scale: float | Tensor, outputs: Tensor, likelihood: str, before: int) -> float | Tensor:
+def _scale_of(
+    scale: float | Tensor, outputs: Tensor, likelihood: str, before: int
+) -> float | Tensor:
     """The noise of these rows, which come after so many others: one scale for all, or lines of one for each."""
     if not isinstance(scale, Tensor) or scale.numel() == 1:
         return scale
-    each, rows = likelihood_named(likelihood).predictive(outputs[:1, :1], 1.0, None)[0].shape[2:], outputs.shape[1]
+    each, rows = (
+        likelihood_named(likelihood)
+        .predictive(outputs[:1, :1], 1.0, None)[0]
+        .shape[2:],
+        outputs.shape[1],
+    )
     if broadcasts(scale.shape, each) or broadcasts(scale.shape, (1, *each)):
         return scale
     own = scale[before : before + rows]
-    if scale.dim() != len(each) + 1 or not broadcasts(own.shape, (rows, *each)) or len(own) != rows:
+    if (
+        scale.dim() != len(each) + 1
+        or not broadcasts(own.shape, (rows, *each))
+        or len(own) != rows
+    ):
         raise ValueError(
             f"scale of shape {tuple(scale.shape)} does not broadcast against one row's targets, shape {tuple(each)}, "
             f"nor has it a line for each row."
@@ -214,7 +261,11 @@ def find_output(outputs: Any, output: str | int | None = None) -> Tensor:
             f"output={output!r} names one of several outputs, but the model returns one tensor: leave it out."
         )
     if output is not None:
-        return getattr(outputs, output) if isinstance(output, str) and hasattr(outputs, output) else outputs[output]
+        return (
+            getattr(outputs, output)
+            if isinstance(output, str) and hasattr(outputs, output)
+            else outputs[output]
+        )
     if isinstance(outputs, Tensor):
         return outputs
     logits = getattr(outputs, "logits", None)
@@ -225,7 +276,9 @@ def find_output(outputs: Any, output: str | int | None = None) -> Tensor:
     for leaf in arrays_of(outputs):
         if isinstance(leaf, Tensor):
             return leaf
-    raise ValueError(f"No tensor found in the model's output of type {type(outputs).__name__}; name it with output=.")
+    raise ValueError(
+        f"No tensor found in the model's output of type {type(outputs).__name__}; name it with output=."
+    )
 
 
 _PAUSE = 0.2  # seconds between two lines
@@ -243,7 +296,13 @@ class Progress:
         rows = getattr(x, "dataset", x)
         many = hasattr(rows, "__len__") and not isinstance(rows, (dict, tuple, list))
         self.total = len(rows) if shown and many else None
-        self.shown, self.done, self.start, self.told, self.width = shown, 0, time.monotonic(), 0.0, 0
+        self.shown, self.done, self.start, self.told, self.width = (
+            shown,
+            0,
+            time.monotonic(),
+            0.0,
+            0,
+        )
 
     def add(self, rows: int) -> None:
         self.done += rows
@@ -258,8 +317,16 @@ class Progress:
             sys.stderr.write("\n")
 
     def _write(self, seconds: float) -> None:
-        of = "" if not self.total else f" of {self.total:,} ({self.done / self.total:.0%})"
-        left = f", {seconds * (self.total / self.done - 1):.0f} s left" if self.total and self.done < self.total else ""
+        of = (
+            ""
+            if not self.total
+            else f" of {self.total:,} ({self.done / self.total:.0%})"
+        )
+        left = (
+            f", {seconds * (self.total / self.done - 1):.0f} s left"
+            if self.total and self.done < self.total
+            else ""
+        )
         line = f"predict: {self.done:,}{of} rows, {seconds:.1f} s{left}"
         sys.stderr.write(f"\r{line:{self.width}}")
         sys.stderr.flush()

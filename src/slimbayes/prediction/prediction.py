@@ -81,7 +81,9 @@ class Prediction(Views):
             >>> Prediction.from_outputs(torch.tensor([[1.0], [5.0]]), "gaussian", members=2, weights=[0.75, 0.25]).mean
             tensor([2.])
         """
-        draws = averages.Accumulator(likelihood, members, scale, keep=True, class_dim=class_dim, weights=weights)
+        draws = averages.Accumulator(
+            likelihood, members, scale, keep=True, class_dim=class_dim, weights=weights
+        )
         draws.add(outputs)
         return cls(**draws.fields())
 
@@ -186,7 +188,9 @@ class Prediction(Views):
         if self.discrete:
             target = self.check_target(target)
             return averages.log_at(self.by_member, target)
-        logp = self.draw_log_prob(target).unflatten(0, (-1, len(self.by_member)))  # draw j belongs to member j mod K
+        logp = self.draw_log_prob(target).unflatten(
+            0, (-1, len(self.by_member))
+        )  # draw j belongs to member j mod K
         return averages.log_mean(logp)
 
     def draw_log_prob(self, target: Tensor) -> Tensor:
@@ -208,7 +212,11 @@ class Prediction(Views):
             raise ValueError(
                 "A density needs observation noise, got scale 0; call predict(..., scale=) with its standard deviation."
             )
-        return -0.5 * ((target - values).square() / self.noise + self.noise.log() + math.log(2 * math.pi))
+        return -0.5 * (
+            (target - values).square() / self.noise
+            + self.noise.log()
+            + math.log(2 * math.pi)
+        )
 
     def rescaled(self, mean: float | Tensor, std: float | Tensor) -> "Prediction":
         """The prediction in a target's own units, y = mean + std * f, for a model that was trained on (y - mean) / std.
@@ -224,7 +232,10 @@ class Prediction(Views):
         """
         self._need(discrete=False)
         given = {"mean": mean, "std": std}
-        shift, factor = (averages.for_a_row(name, value, self.by_member) for name, value in given.items())
+        shift, factor = (
+            averages.for_a_row(name, value, self.by_member)
+            for name, value in given.items()
+        )
         if not bool((factor > 0).all()):
             raise ValueError(f"std must be positive, got {std!r}.")
         square = factor.square()
@@ -241,7 +252,13 @@ class Prediction(Views):
         """The same with other log-probabilities of every draw (S, N, ..., C), of which so much is aleatoric."""
         by_member = averages.log_mean(by_draw.unflatten(0, (-1, len(self.by_member))))
         epistemic = averages.mutual_information(by_member, self.weights, aleatoric)
-        return replace(self, by_draw=by_draw, by_member=by_member, aleatoric=aleatoric, epistemic=epistemic)
+        return replace(
+            self,
+            by_draw=by_draw,
+            by_member=by_member,
+            aleatoric=aleatoric,
+            epistemic=epistemic,
+        )
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Central credible interval of the predictive distribution (real targets) or of the class probabilities.
@@ -255,9 +272,16 @@ class Prediction(Views):
             (tensor([-1.6449]), tensor([1.6449]))
         """
         averages.check_level(level)
-        values, noise, ends = self.samples, self.noise, ((1 - level) / 2, (1 + level) / 2)
+        values, noise, ends = (
+            self.samples,
+            self.noise,
+            ((1 - level) / 2, (1 + level) / 2),
+        )
         if noise is not None and bool((noise > 0).any()):
-            low, high = (averages.mixture_quantile(values, noise, self.weights, end) for end in ends)
+            low, high = (
+                averages.mixture_quantile(values, noise, self.weights, end)
+                for end in ends
+            )
         else:
             if not self.discrete:
                 warnings.warn(
@@ -274,17 +298,29 @@ class Prediction(Views):
 
         Shape: target as in `log_prob`; x (N,). Returns a matplotlib Figure.
         """
-        return panels.uncertainties(self, target) if self.discrete else panels.bands(self, x, target)
+        return (
+            panels.uncertainties(self, target)
+            if self.discrete
+            else panels.bands(self, x, target)
+        )
 
     def _need(self, discrete: bool) -> None:
         """Refuse, as a name that is not there, what a prediction of classes, or of real targets, does not have."""
         if self.discrete != discrete:
-            kinds = " or ".join(name for name, known in LIKELIHOODS.items() if known.discrete == discrete)
-            raise AttributeError(f"This has likelihood {self.likelihood!r}; that needs {kinds}.")
+            kinds = " or ".join(
+                name
+                for name, known in LIKELIHOODS.items()
+                if known.discrete == discrete
+            )
+            raise AttributeError(
+                f"This has likelihood {self.likelihood!r}; that needs {kinds}."
+            )
 
     def _kept(self) -> Tensor:
         if self.by_draw is None:
-            raise ValueError("The samples were not kept; call predict(..., keep_samples=True).")
+            raise ValueError(
+                "The samples were not kept; call predict(..., keep_samples=True)."
+            )
         return self.by_draw
 
     def _plain(self, values: Tensor) -> Tensor:

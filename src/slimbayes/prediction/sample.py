@@ -86,15 +86,28 @@ def sample(
     posteriors = converted_posteriors(model)
     if not arrays_of((args, kwargs)):
         if rows == "split" or not any(map(is_opaque, (*args, *kwargs.values()))):
-            raise ValueError("sample found no tensor among the inputs, so it cannot tell the number of rows.")
-        fold = False  # what an object of somebody's holds cannot be repeated for each draw
+            raise ValueError(
+                "sample found no tensor among the inputs, so it cannot tell the number of rows."
+            )
+        fold = (
+            False  # what an object of somebody's holds cannot be repeated for each draw
+        )
     if not posteriors:
-        with noise.own_noise(None if seed is None else noise.seed_of(seed), device_of(model)):
+        with noise.own_noise(
+            None if seed is None else noise.seed_of(seed), device_of(model)
+        ):
             every = (copy_containers((args, kwargs)) for _ in range(draws))
             return stack_draws([model(*own, **options) for own, options in every])
     held = calls.held_draws("sample", posteriors, seed)
     total = calls.total_draws(posteriors, draws) if held is None else held.total
-    how = total, fold, held, rows == "split", False, None if seed is None else noise.seed_of(seed)
+    how = (
+        total,
+        fold,
+        held,
+        rows == "split",
+        False,
+        None if seed is None else noise.seed_of(seed),
+    )
     if torch.compiler.is_compiling():
         return calls.run_sampled(model, posteriors, args, kwargs, *how)
     try:
@@ -150,7 +163,9 @@ def mean(model: Model) -> Iterator[Model]:
     """
     posteriors = converted_posteriors(model)
     if any(passes.pass_of(p.key) is not None for p in posteriors):
-        raise ValueError("mean cannot run inside frozen, another mean or a call of the model: draws are already held.")
+        raise ValueError(
+            "mean cannot run inside frozen, another mean or a call of the model: draws are already held."
+        )
     if not posteriors:
         yield model
         return
@@ -200,7 +215,9 @@ def write_out_draw(model: Model) -> Model:
     if isinstance(model, Converted) and not isinstance(model, BayesLayer):
         members: Any = model.posterior["members"]
         index = int(members.values()[0])
-        return debayesianize(copy_modules(members.others[index - 1] if index else model))
+        return debayesianize(
+            copy_modules(members.others[index - 1] if index else model)
+        )
     plain = debayesianize(copy_modules(model))
     for name, layer in model.named_modules():
         if isinstance(layer, BayesLayer):
@@ -245,7 +262,9 @@ def merge(model: Model, member: int | Literal["mean"] = 0) -> Model:
         return debayesianize(copy_modules(model))
     total = calls.total_draws(posteriors, 1)
     if member != "mean" and not (isinstance(member, int) and 0 <= member < total):
-        raise ValueError(f'merge: member must be "mean" or a number from 0 to {total - 1}, got {member!r}.')
+        raise ValueError(
+            f'merge: member must be "mean" or a number from 0 to {total - 1}, got {member!r}.'
+        )
     new = central_pass(posteriors)
     if member != "mean":
         return passes.run(new.single(member), write_out_draw, model)
@@ -254,7 +273,9 @@ def merge(model: Model, member: int | Literal["mean"] = 0) -> Model:
     for tensors in zip(*(plain.state_dict().values() for plain in every), strict=True):
         if isinstance(tensors[0], Tensor) and tensors[0].is_floating_point():
             wide = torch.promote_types(tensors[0].dtype, torch.float32)
-            means.append((tensors[0], torch.stack([t.to(wide) for t in tensors]).mean(0)))
+            means.append(
+                (tensors[0], torch.stack([t.to(wide) for t in tensors]).mean(0))
+            )
     for own, mean in means:  # only now: what is tied is listed under each of its names
         own.copy_(mean)
     return every[0]

@@ -61,12 +61,17 @@ def stack(
     posteriors = posteriors_of(model)
 
     def scores() -> Tensor:
-        found = predict(model, x, likelihood=likelihood, scale=scale, class_dim=class_dim)
+        found = predict(
+            model, x, likelihood=likelihood, scale=scale, class_dim=class_dim
+        )
         return found.draw_log_prob(target).flatten(1)
 
     if posteriors and all(isinstance(p, EnsemblePosterior) for p in posteriors):
         return _stack_members(posteriors, scores)
-    picks = [isinstance(p, MixturePosterior) and p.countable and p.members == 1 for p in posteriors]
+    picks = [
+        isinstance(p, MixturePosterior) and p.countable and p.members == 1
+        for p in posteriors
+    ]
     if not posteriors or not all(picks):
         kinds = sorted({type(p).__name__ for p in posteriors})
         raise ValueError(
@@ -76,17 +81,23 @@ def stack(
     found = [p.probs.clone() for p in posteriors]  # which stay where something fails
     try:
         for posterior in posteriors:
-            posterior.set_probabilities(torch.full((posterior.components,), 1 / posterior.components))
+            posterior.set_probabilities(
+                torch.full((posterior.components,), 1 / posterior.components)
+            )
         with frozen(model, draws, seed):
             held, choices = scores(), torch.stack([p.choices() for p in posteriors], 1)
-        found = factored_weights(held, choices, [p.components for p in posteriors], prior)
+        found = factored_weights(
+            held, choices, [p.components for p in posteriors], prior
+        )
     finally:
         for posterior, probs in zip(posteriors, found, strict=True):
             posterior.set_probabilities(probs)
     return {p.name: probs.float() for p, probs in zip(posteriors, found, strict=True)}
 
 
-def _stack_members(posteriors: Sequence[Any], scores: Callable[[], Tensor]) -> dict[str, Tensor]:
+def _stack_members(
+    posteriors: Sequence[Any], scores: Callable[[], Tensor]
+) -> dict[str, Tensor]:
     counts = {p.name or "the model": p.members for p in posteriors}
     if len(set(counts.values())) > 1:
         told = ", ".join(f"{name}: {count}" for name, count in counts.items())
@@ -97,7 +108,9 @@ def _stack_members(posteriors: Sequence[Any], scores: Callable[[], Tensor]) -> d
     try:
         weights = stacking_weights(scores())
     except (RuntimeError, ValueError) as error:
-        if "must match" not in str(error) and "different shapes" not in str(error):  # tensors that do not join
+        if "must match" not in str(error) and "different shapes" not in str(
+            error
+        ):  # tensors that do not join
             raise
         raise ValueError(
             f"stack needs members that predict in one shape, and these do not join: {error} "
@@ -109,7 +122,9 @@ def _stack_members(posteriors: Sequence[Any], scores: Callable[[], Tensor]) -> d
 
 
 @torch.no_grad()
-def stacking_weights(log_probs: Tensor, steps: int = 100, tolerance: float = 1e-9) -> Tensor:
+def stacking_weights(
+    log_probs: Tensor, steps: int = 100, tolerance: float = 1e-9
+) -> Tensor:
     """Weights of S predictive distributions that maximise the log score of their mixture on held-out rows.
 
     The problem is concave. The gradient g_s = mean_n p_s(y_n) / sum_t w_t p_t(y_n) has sum_s w_s g_s = 1 and its
@@ -128,7 +143,9 @@ def stacking_weights(log_probs: Tensor, steps: int = 100, tolerance: float = 1e-
         tensor([0.7083, 0.2917, 0.0000], dtype=torch.float64)
     """
     probs = _checked(log_probs)
-    probs = (probs - probs.amax(0)).exp()  # a row's scale drops out of its responsibilities
+    probs = (
+        probs - probs.amax(0)
+    ).exp()  # a row's scale drops out of its responsibilities
     weights = probs.new_full((len(probs),), 1 / len(probs))
     slack = torch.ones_like(weights)  # multipliers of w >= 0
     for _ in range(steps + 1):
@@ -145,14 +162,18 @@ def stacking_weights(log_probs: Tensor, steps: int = 100, tolerance: float = 1e-
     )
 
 
-def _newton(weights: Tensor, slack: Tensor, ratios: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def _newton(
+    weights: Tensor, slack: Tensor, ratios: Tensor, gradient: Tensor
+) -> tuple[Tensor, Tensor]:
     """One primal-dual interior-point step.
 
     It solves  1 - g(w) - slack = 0  and  w * slack = target  for a falling target: stacking without the constraint that
     w sums to one, but with sum_s w_s taken off the objective, whose solution sums to one by itself (Kim et al. 2020).
     """
     target = 0.1 * (weights @ slack) / len(weights)
-    root = weights.sqrt()  # scaling by it keeps the system well-conditioned as weights vanish
+    root = (
+        weights.sqrt()
+    )  # scaling by it keeps the system well-conditioned as weights vanish
     scaled = ratios * root[:, None]
     system = scaled @ scaled.T / ratios.shape[1] + slack.diag()
     move = root * torch.linalg.solve(system, root * (gradient - 1) + target / root)
@@ -195,7 +216,9 @@ def factored_weights(
     scores = _checked(log_probs)
     shares = _drawn_shares(choices, components, len(scores))
     if not prior >= 0:
-        raise ValueError(f"prior must be a number of rows, zero or more, got {prior!r}.")
+        raise ValueError(
+            f"prior must be a number of rows, zero or more, got {prior!r}."
+        )
     logits = [torch.zeros_like(share).requires_grad_() for share in shares]
 
     def loss() -> Tensor:
@@ -204,12 +227,20 @@ def factored_weights(
         # reward a p that sits on a single draw, which then counts prod_i K_i / S times. Normalised weights are a true
         # mixture of the draws. Dividing by the shares drawn, not by the 1 / K_i meant, takes the luck of unequal counts
         # out of p.
-        tilt = torch.stack([(a - b.log())[c] for a, b, c in zip(logp, shares, choices.T, strict=True)]).sum(0)
-        score = torch.logsumexp(tilt[:, None] + scores, 0).mean() - torch.logsumexp(tilt, 0)
+        tilt = torch.stack(
+            [(a - b.log())[c] for a, b, c in zip(logp, shares, choices.T, strict=True)]
+        ).sum(0)
+        score = torch.logsumexp(tilt[:, None] + scores, 0).mean() - torch.logsumexp(
+            tilt, 0
+        )
         return -score - prior / scores.shape[1] * torch.cat(logp).sum()
 
     optimizer = torch.optim.LBFGS(
-        logits, max_iter=steps, tolerance_grad=tolerance, tolerance_change=0, line_search_fn="strong_wolfe"
+        logits,
+        max_iter=steps,
+        tolerance_grad=tolerance,
+        tolerance_change=0,
+        line_search_fn="strong_wolfe",
     )  # its line search never goes up
 
     def closure() -> Tensor:
@@ -221,7 +252,9 @@ def factored_weights(
     with torch.enable_grad():
         optimizer.step(closure)
         closure()
-    largest = float(torch.cat([p.grad for p in logits if p.grad is not None]).abs().max())
+    largest = float(
+        torch.cat([p.grad for p in logits if p.grad is not None]).abs().max()
+    )
     if not largest <= tolerance:
         raise RuntimeError(
             f"L-BFGS stopped after {steps} steps with a gradient of {largest:.1e}, tolerance {tolerance:.1e}; raise "
@@ -232,8 +265,16 @@ def factored_weights(
 
 def _checked(log_probs: Tensor) -> Tensor:
     """Log probabilities (S, N) in float64, of which every row has some that is finite."""
-    if not isinstance(log_probs, Tensor) or log_probs.dim() != 2 or log_probs.numel() == 0:
-        got = tuple(log_probs.shape) if isinstance(log_probs, Tensor) else f"a {type(log_probs).__name__}"
+    if (
+        not isinstance(log_probs, Tensor)
+        or log_probs.dim() != 2
+        or log_probs.numel() == 0
+    ):
+        got = (
+            tuple(log_probs.shape)
+            if isinstance(log_probs, Tensor)
+            else f"a {type(log_probs).__name__}"
+        )
         raise ValueError(
             f"log_probs of shape (S, N) are needed, S draws of N held-out rows, at least one each, got {got}: "
             f"`Prediction.draw_log_prob(target)` gives them."
@@ -251,9 +292,15 @@ def _checked(log_probs: Tensor) -> Tensor:
     return wide
 
 
-def _drawn_shares(choices: Tensor, components: Sequence[int], draws: int) -> list[Tensor]:
+def _drawn_shares(
+    choices: Tensor, components: Sequence[int], draws: int
+) -> list[Tensor]:
     """Share of the draws that picked each component, site by site."""
-    if choices.shape != (draws, len(components)) or choices.is_floating_point() or not components:
+    if (
+        choices.shape != (draws, len(components))
+        or choices.is_floating_point()
+        or not components
+    ):
         needed = f"indices of shape (S, L) = ({draws}, {len(components)}) are needed as choices"
         raise ValueError(
             f"{needed}, with L >= 1 sites in components, got {choices.dtype} of shape {tuple(choices.shape)}."
@@ -262,7 +309,9 @@ def _drawn_shares(choices: Tensor, components: Sequence[int], draws: int) -> lis
     for site, (picked, size) in enumerate(zip(choices.T, components, strict=True)):
         low, high = int(picked.min()), int(picked.max())
         if low < 0 or high >= size:
-            raise ValueError(f"Site {site} has {size} components, got choices from {low} to {high}.")
+            raise ValueError(
+                f"Site {site} has {size} components, got choices from {low} to {high}."
+            )
         count = torch.bincount(picked, minlength=size)
         if bool((count == 0).any()):
             raise ValueError(

@@ -13,9 +13,32 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-PALETTE = ("#4854cc", "#cc8400", "#b43018", "#249ce4", "#9c489c", "#849c60", "#f0609c", "#6c6054")
-_DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3])  # another one each time the colours have been used up
-_SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left")
+PALETTE = (
+    "#4854cc",
+    "#cc8400",
+    "#b43018",
+    "#249ce4",
+    "#9c489c",
+    "#849c60",
+    "#f0609c",
+    "#6c6054",
+)
+_DASHES = (
+    [1, 0],
+    [6, 3],
+    [2, 2],
+    [8, 3, 2, 3],
+)  # another one each time the colours have been used up
+_SHAPES = (
+    "circle",
+    "square",
+    "triangle-up",
+    "diamond",
+    "cross",
+    "triangle-down",
+    "triangle-right",
+    "triangle-left",
+)
 HEIGHT = 260
 
 Names = Mapping[str, int]  # the number of each name's colour, in the order of the page
@@ -52,18 +75,33 @@ class Axis:
         """The encoding of a field along this axis."""
         scale: Spec = {"type": "log", "base": 2} if self.log else {"zero": self.zero}
         scale |= {"domain": self.domain} if self.domain else {}
-        axis: Spec = {"format": ".3~p"} if self.percent else {"format": "~g"} if self.log else {}
+        axis: Spec = (
+            {"format": ".3~p"} if self.percent else {"format": "~g"} if self.log else {}
+        )
         axis |= {"values": self.values} if self.values else {}
-        return {"field": field, "type": "quantitative", "title": self.title, "scale": scale, "axis": axis}
+        return {
+            "field": field,
+            "type": "quantitative",
+            "title": self.title,
+            "scale": scale,
+            "axis": axis,
+        }
 
 
 Fields = dict[str, Axis | str]  # of the rows: an axis for a number, a title for a text
 
 
-def _by_name(names: Names, choices: Sequence[Any], chosen: Callable[[int], int]) -> Spec:
+def _by_name(
+    names: Names, choices: Sequence[Any], chosen: Callable[[int], int]
+) -> Spec:
     """The encoding of a name as one of some colours, dashes or shapes."""
     looks = [choices[chosen(number) % len(choices)] for number in names.values()]
-    return {"field": "n", "type": "nominal", "title": None, "scale": {"domain": list(names), "range": looks}}
+    return {
+        "field": "n",
+        "type": "nominal",
+        "title": None,
+        "scale": {"domain": list(names), "range": looks},
+    }
 
 
 def _shape(names: Names) -> Spec:
@@ -71,11 +109,16 @@ def _shape(names: Names) -> Spec:
     return _by_name(names, _SHAPES, lambda number: number + number // len(PALETTE))
 
 
-def _layer(mark: str, opacity: float, encoding: Spec | None = None, **look: Any) -> Spec:
+def _layer(
+    mark: str, opacity: float, encoding: Spec | None = None, **look: Any
+) -> Spec:
     """Marks that fade while another name has the focus. What `encoding` leaves out is as in the whole chart."""
     shown = {"test": "focus === '' || focus === datum.n", "value": opacity}
     faded = {"condition": shown, "value": opacity / 8}
-    return {"mark": {"type": mark, "clip": True, **look}, "encoding": {"opacity": faded, **(encoding or {})}}
+    return {
+        "mark": {"type": mark, "clip": True, **look},
+        "encoding": {"opacity": faded, **(encoding or {})},
+    }
 
 
 def _chart(
@@ -92,7 +135,14 @@ def _chart(
     for field, told in fields.items():
         if isinstance(told, Axis):
             style = ".2%" if told.percent else ".4~g"
-            tips.append({"field": field, "type": "quantitative", "title": told.title, "format": style})
+            tips.append(
+                {
+                    "field": field,
+                    "type": "quantitative",
+                    "title": told.title,
+                    "format": style,
+                }
+            )
         else:
             tips.append({"field": field, "type": "nominal", "title": told})
     spec = {
@@ -103,7 +153,11 @@ def _chart(
         "width": "container",
         "height": height,
         "autosize": {"type": "fit-x", "contains": "padding"},
-        "encoding": {"color": _by_name(names, PALETTE, int), "tooltip": tips, **encoding},
+        "encoding": {
+            "color": _by_name(names, PALETTE, int),
+            "tooltip": tips,
+            **encoding,
+        },
         "layer": layers,
     }
     return Chart(spec, {tip["field"]: tip["title"] for tip in tips})
@@ -118,40 +172,86 @@ def finite(rows: Iterable[Point]) -> list[Point]:
     """
 
     def tidy(value: float | str) -> float | str:
-        return value if isinstance(value, str) or float(value).is_integer() else float(f"{value:.4g}")
+        return (
+            value
+            if isinstance(value, str) or float(value).is_integer()
+            else float(f"{value:.4g}")
+        )
 
-    kept = [row for row in rows if all(isinstance(value, str) or math.isfinite(value) for value in row.values())]
+    kept = [
+        row
+        for row in rows
+        if all(isinstance(value, str) or math.isfinite(value) for value in row.values())
+    ]
     return [{key: tidy(value) for key, value in row.items()} for row in kept]
 
 
 def lines(
-    rows: Iterable[Point], names: Names, x: Axis, y: Axis, band: str = "", diagonal: bool = False, dots: bool = True
+    rows: Iterable[Point],
+    names: Names,
+    x: Axis,
+    y: Axis,
+    band: str = "",
+    diagonal: bool = False,
+    dots: bool = True,
 ) -> Chart:
     """A line for each name, from fields n, x, y; `band` names a band from lo to hi, `diagonal` adds the line y = x."""
     fields: Fields = {"n": "Name", "x": x, "y": y}
     layers: list[Spec] = []
     if diagonal:
-        ends, grey = [{"x": 0, "y": 0}, {"x": 1, "y": 1}], {"color": {"value": "#8a8f98"}, "tooltip": None}
+        ends, grey = (
+            [{"x": 0, "y": 0}, {"x": 1, "y": 1}],
+            {"color": {"value": "#8a8f98"}, "tooltip": None},
+        )
         rule = {"type": "line", "strokeDash": [3, 3], "strokeWidth": 1, "opacity": 1}
         layers.append({"data": {"values": ends}, "mark": rule, "encoding": grey})
     if band:
-        fields |= {"lo": replace(y, title=f"{band}, low"), "hi": replace(y, title=f"{band}, high")}
-        layers.append(_layer("area", 0.1, {"y": {"field": "lo"}, "y2": {"field": "hi"}, "tooltip": None}))
+        fields |= {
+            "lo": replace(y, title=f"{band}, low"),
+            "hi": replace(y, title=f"{band}, high"),
+        }
+        layers.append(
+            _layer(
+                "area",
+                0.1,
+                {"y": {"field": "lo"}, "y2": {"field": "hi"}, "tooltip": None},
+            )
+        )
     dash = _by_name(names, _DASHES, lambda number: number // len(PALETTE))
     layers.append(_layer("line", 1.0, {"strokeDash": dash, "tooltip": None}))
     # Long curves get points too small to see but large enough to point at.
-    layers.append(_layer("point", 1.0 if dots else 0.0, filled=True, size=34 if dots else 60))
+    layers.append(
+        _layer("point", 1.0 if dots else 0.0, filled=True, size=34 if dots else 60)
+    )
     encoding = {"x": x.channel("x"), "y": y.channel("y")}
-    return _chart(rows, names, fields, encoding, layers, f"{y.title} by {x.title}, a line for each name")
+    return _chart(
+        rows,
+        names,
+        fields,
+        encoding,
+        layers,
+        f"{y.title} by {x.title}, a line for each name",
+    )
 
 
 def boxes(rows: Iterable[Point], names: Names, x: str, y: Axis) -> Chart:
     """Boxes side by side at each x, from fields n, x, low, q1, mid, q3, high."""
-    parts = {"high": "largest", "q3": "upper quartile", "mid": "median", "q1": "lower quartile", "low": "smallest"}
+    parts = {
+        "high": "largest",
+        "q3": "upper quartile",
+        "mid": "median",
+        "q1": "lower quartile",
+        "low": "smallest",
+    }
     offset = {"domain": list(names), "paddingInner": 0.3, "paddingOuter": 0.3}
     encoding = {
         "x": {"field": "x", "type": "ordinal", "title": x, "axis": {"labelAngle": 0}},
-        "xOffset": {"field": "n", "type": "nominal", "scale": offset, "bandPosition": 0.5},
+        "xOffset": {
+            "field": "n",
+            "type": "nominal",
+            "scale": offset,
+            "bandPosition": 0.5,
+        },
         "y": y.channel("mid"),
     }
     layers = [
@@ -159,8 +259,18 @@ def boxes(rows: Iterable[Point], names: Names, x: str, y: Axis) -> Chart:
         _layer("bar", 0.45, {"y": {"field": "q1"}, "y2": {"field": "q3"}}),
         _layer("tick", 1.0, thickness=2),
     ]
-    fields: Fields = {"n": "Name", "x": x} | {key: replace(y, title=part) for key, part in parts.items()}
-    return _chart(rows, names, fields, encoding, layers, f"{y.title}: boxes over corruption types by {x}", HEIGHT + 20)
+    fields: Fields = {"n": "Name", "x": x} | {
+        key: replace(y, title=part) for key, part in parts.items()
+    }
+    return _chart(
+        rows,
+        names,
+        fields,
+        encoding,
+        layers,
+        f"{y.title}: boxes over corruption types by {x}",
+        HEIGHT + 20,
+    )
 
 
 def points(rows: Iterable[Point], names: Names, x: Axis, y: Axis) -> Chart:
@@ -168,47 +278,103 @@ def points(rows: Iterable[Point], names: Names, x: Axis, y: Axis) -> Chart:
     fields: Fields = {"n": "Name", "seed": "Seed", "x": x, "y": y}
     encoding = {"x": x.channel("x"), "y": y.channel("y"), "shape": _shape(names)}
     layers = [_layer("point", 0.85, filled=True, size=70)]
-    return _chart(rows, names, fields, encoding, layers, f"{y.title} by {x.title}, a point for each run")
+    return _chart(
+        rows,
+        names,
+        fields,
+        encoding,
+        layers,
+        f"{y.title} by {x.title}, a point for each run",
+    )
 
 
 def bars(rows: Iterable[Point], names: Names, x: Axis) -> Chart:
     """A bar from zero for each name, from fields n, x."""
-    layers = [_layer("bar", 0.9, size=13)]  # with round corners, too, clipping leaves nothing of a bar
-    return _rows_of_names(rows, names, x, {"n": "Name", "x": x}, layers, f"{x.title} by name")
+    layers = [
+        _layer("bar", 0.9, size=13)
+    ]  # with round corners, too, clipping leaves nothing of a bar
+    return _rows_of_names(
+        rows, names, x, {"n": "Name", "x": x}, layers, f"{x.title} by name"
+    )
 
 
 def members(rows: Iterable[Point], names: Names, x: Axis) -> Chart:
     """Ticks for members and a dot for their average, from fields n, kind, x."""
-    ticks = {"transform": [{"filter": "datum.kind !== 'average'"}], **_layer("tick", 0.6, thickness=2, size=15)}
-    dots = {"transform": [{"filter": "datum.kind === 'average'"}], **_layer("point", 1.0, filled=True, size=90)}
+    ticks = {
+        "transform": [{"filter": "datum.kind !== 'average'"}],
+        **_layer("tick", 0.6, thickness=2, size=15),
+    }
+    dots = {
+        "transform": [{"filter": "datum.kind === 'average'"}],
+        **_layer("point", 1.0, filled=True, size=90),
+    }
     fields: Fields = {"n": "Name", "kind": "Of", "x": x}
-    return _rows_of_names(rows, names, x, fields, [ticks, dots], f"{x.title} of each member and of their average")
+    return _rows_of_names(
+        rows,
+        names,
+        x,
+        fields,
+        [ticks, dots],
+        f"{x.title} of each member and of their average",
+    )
 
 
 def _rows_of_names(
-    rows: Iterable[Point], names: Names, x: Axis, fields: Fields, layers: list[Spec], description: str
+    rows: Iterable[Point],
+    names: Names,
+    x: Axis,
+    fields: Fields,
+    layers: list[Spec],
+    description: str,
 ) -> Chart:
     """A row of marks for each name that has any."""
     kept = finite(rows)
     present = [name for name in names if any(row["n"] == name for row in kept)]
     look = {"labelLimit": 130, "ticks": False, "domain": False}
-    side = {"field": "n", "type": "nominal", "title": None, "scale": {"domain": present}, "axis": look}
+    side = {
+        "field": "n",
+        "type": "nominal",
+        "title": None,
+        "scale": {"domain": present},
+        "axis": look,
+    }
     height = max(60, 20 + 24 * len(present))
-    return _chart(kept, names, fields, {"x": x.channel("x"), "y": side}, layers, description, height)
+    return _chart(
+        kept,
+        names,
+        fields,
+        {"x": x.channel("x"), "y": side},
+        layers,
+        description,
+        height,
+    )
 
 
 def intervals(rows: Iterable[Point], names: Names, x: Axis, of: str) -> Chart:
     """A dot with its error for each set and name, from fields g (the set), n, x, lo, hi."""
     kept = finite(rows)
-    ends = {"lo": replace(x, title="Mean - error"), "hi": replace(x, title="Mean + error")}
+    ends = {
+        "lo": replace(x, title="Mean - error"),
+        "hi": replace(x, title="Mean + error"),
+    }
     encoding = {
         "x": x.channel("x"),
         "y": {"field": "g", "type": "nominal", "title": None, "sort": None},
         "yOffset": {"field": "n", "type": "nominal", "scale": {"domain": list(names)}},
     }
     layers = [
-        _layer("rule", 0.7, {"x": {"field": "lo"}, "x2": {"field": "hi"}}, strokeWidth=2),
+        _layer(
+            "rule", 0.7, {"x": {"field": "lo"}, "x2": {"field": "hi"}}, strokeWidth=2
+        ),
         _layer("point", 1.0, {"shape": _shape(names)}, filled=True, size=60),
     ]
     fields: Fields = {"g": of, "n": "Name", "x": x, **ends}
-    return _chart(kept, names, fields, encoding, layers, f"{x.title} on each set", max(60, 20 + 16 * len(kept)))
+    return _chart(
+        kept,
+        names,
+        fields,
+        encoding,
+        layers,
+        f"{x.title} on each set",
+        max(60, 20 + 16 * len(kept)),
+    )

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from slimbayes.report.groups import EvaluationSet, LoadedRuns, RunGroup, load, main_set
-from slimbayes.report.metric import MISSING, Metric, bootstrap_interval, mean, metric, printable, shown_in, sign_flip_p
+from slimbayes.report.metric import (
+    MISSING,
+    Metric,
+    bootstrap_interval,
+    mean,
+    metric,
+    printable,
+    shown_in,
+    sign_flip_p,
+)
 from slimbayes.report.record import Frozen, Number, Role
 
 if TYPE_CHECKING:
@@ -59,9 +68,13 @@ def compare(
     """
     loaded = load(runs)
     known = sorted({group.name for group in loaded.groups})
-    baseline = None if baseline is None else printable(baseline)  # as the names of groups
+    baseline = (
+        None if baseline is None else printable(baseline)
+    )  # as the names of groups
     if baseline is not None and baseline not in known:
-        raise ValueError(f"baseline={baseline!r} is not among the runs; needed one of {known}.")
+        raise ValueError(
+            f"baseline={baseline!r} is not among the runs; needed one of {known}."
+        )
     asked = EvaluationSet(severity=severity, draws=draws)
     rows, notes = [], list(loaded.notes)
     for data in loaded.data:
@@ -74,13 +87,24 @@ def compare(
                 "(data, corruption, severity); only those are compared."
             )
         found = _rows(groups, replace(selection, places=shared), metrics, baseline)
-        left_out = [group for group in groups if group.name not in {row.name for row in found}] if found else []
-        notes += [f"{group.name!r} on {data!r} has no such evaluation and is left out." for group in left_out]
+        left_out = (
+            [group for group in groups if group.name not in {row.name for row in found}]
+            if found
+            else []
+        )
+        notes += [
+            f"{group.name!r} on {data!r} has no such evaluation and is left out."
+            for group in left_out
+        ]
         rows += found
     if not rows:
         raise ValueError(_nothing(loaded, on, asked, metrics))
     scored = {name for row in rows for name in row.scores}
-    names = tuple(metrics) if metrics is not None else tuple(name for name in shown_in("comparison") if name in scored)
+    names = (
+        tuple(metrics)
+        if metrics is not None
+        else tuple(name for name in shown_in("comparison") if name in scored)
+    )
     notes += _warnings(rows, baseline)
     return Comparison(
         on=on, severity=severity, draws=draws, baseline=baseline, metrics=names, rows=tuple(rows), notes=tuple(notes),
@@ -88,35 +112,72 @@ def compare(
     )  # fmt: skip
 
 
-def _selection(groups: Sequence[RunGroup], on: str, asked: EvaluationSet) -> EvaluationSet:
+def _selection(
+    groups: Sequence[RunGroup], on: str, asked: EvaluationSet
+) -> EvaluationSet:
     """The sets that `on` names, for the runs of one data set."""
     if on == "test":
         main = main_set(groups)
-        return replace(asked, role="test", data=main.data if main.role == "test" else None)
+        return replace(
+            asked, role="test", data=main.data if main.role == "test" else None
+        )
     role = "corruption" if on == "corrupted" else on
     if role in ROLES:
         return replace(asked, role=role)
-    return replace(asked, role=next((role for role in ROLES if on in EvaluationSet(role).sets(groups)), on), data=on)
+    return replace(
+        asked,
+        role=next(
+            (role for role in ROLES if on in EvaluationSet(role).sets(groups)), on
+        ),
+        data=on,
+    )
 
 
 def _rows(
-    groups: Sequence[RunGroup], selection: EvaluationSet, metrics: Sequence[str] | None, baseline: str | None
+    groups: Sequence[RunGroup],
+    selection: EvaluationSet,
+    metrics: Sequence[str] | None,
+    baseline: str | None,
 ) -> list[ComparisonRow]:
     """A row for each group with any score, the best mean of each metric marked."""
     recorded = selection.metrics(groups)
-    names = metrics if metrics is not None else [name for name in shown_in("comparison") if name in recorded]
-    values = {g.name: {name: seeds for name in names if (seeds := selection.by_seed(g, name))} for g in groups}
+    names = (
+        metrics
+        if metrics is not None
+        else [name for name in shown_in("comparison") if name in recorded]
+    )
+    values = {
+        g.name: {name: seeds for name in names if (seeds := selection.by_seed(g, name))}
+        for g in groups
+    }
     rows = []
     for group in (group for group in groups if values[group.name]):
-        base = values.get(baseline, {}) if baseline is not None and baseline != group.name else {}
+        base = (
+            values.get(baseline, {})
+            if baseline is not None and baseline != group.name
+            else {}
+        )
         scores = {}
         for name, seeds in values[group.name].items():
             numbers = list(seeds.values())
             difference = _difference(seeds, base.get(name, {}))
             interval = bootstrap_interval(numbers)
-            scores[name] = MeanScore(mean=mean(numbers), interval=interval, seeds=seeds, difference=difference)
+            scores[name] = MeanScore(
+                mean=mean(numbers),
+                interval=interval,
+                seeds=seeds,
+                difference=difference,
+            )
         method, draws = group.records[0].method, selection.most_draws(group)
-        rows.append(ComparisonRow(data=group.data, name=group.name, method=method, draws=draws, scores=scores))
+        rows.append(
+            ComparisonRow(
+                data=group.data,
+                name=group.name,
+                method=method,
+                draws=draws,
+                scores=scores,
+            )
+        )
     for name in names:
         rivals = [row.scores for row in rows if name in row.scores]
         for i in metric(name).best([scores[name].mean for scores in rivals]):
@@ -126,7 +187,11 @@ def _rows(
 
 def _difference(seeds: BySeed, base: BySeed) -> Difference | None:
     """Over the seeds that both have with a finite value; None where there are none."""
-    gaps = {s: seeds[s] - base[s] for s in seeds if s in base and math.isfinite(seeds[s]) and math.isfinite(base[s])}
+    gaps = {
+        s: seeds[s] - base[s]
+        for s in seeds
+        if s in base and math.isfinite(seeds[s]) and math.isfinite(base[s])
+    }
     values = list(gaps.values())
     if not gaps:
         return None
@@ -144,27 +209,57 @@ def _warnings(rows: Sequence[ComparisonRow], baseline: str | None) -> Iterator[s
             "They hold the mean of normal values 74 % of the time with 3 seeds, 85 % with 5."
         )
     for row in rows:
-        odd = {seed for score in row.scores.values() for seed, value in score.seeds.items() if not math.isfinite(value)}
+        odd = {
+            seed
+            for score in row.scores.values()
+            for seed, value in score.seeds.items()
+            if not math.isfinite(value)
+        }
         if odd:
             yield (
                 f"{row.name!r} on {row.data!r} has values that are not finite with seed "
                 f"{', '.join(map(str, sorted(odd)))}; differences leave these seeds out."
             )
-    pairs = max((len(s.difference.seeds) for row in rows for s in row.scores.values() if s.difference), default=0)
+    pairs = max(
+        (
+            len(s.difference.seeds)
+            for row in rows
+            for s in row.scores.values()
+            if s.difference
+        ),
+        default=0,
+    )
     if pairs > 1:
         yield (
             f"With {pairs} common seeds no sign-flip p-value can be below {2 / 2**pairs:.2g}; "
             "p-values are not corrected for the number of comparisons."
         )
     others = [row for row in rows if row.name != baseline]
-    if baseline is not None and any(score.difference is None for row in others for score in row.scores.values()):
+    if baseline is not None and any(
+        score.difference is None for row in others for score in row.scores.values()
+    ):
         yield f"Some rows share no seed or metric with {baseline!r} on their data set: they have no difference."
 
 
-def _nothing(loaded: LoadedRuns, on: str, asked: EvaluationSet, metrics: Sequence[str] | None) -> str:
-    every = [e for group in loaded.groups for record in group.records for e in record.evaluations]
-    sets = sorted({f"{'corrupted' if e.role == 'corruption' else e.role} ({e.data})" for e in every})
-    draws, names = sorted({e.draws for e in every}), sorted({name for e in every for name in e.metrics})
+def _nothing(
+    loaded: LoadedRuns, on: str, asked: EvaluationSet, metrics: Sequence[str] | None
+) -> str:
+    every = [
+        e
+        for group in loaded.groups
+        for record in group.records
+        for e in record.evaluations
+    ]
+    sets = sorted(
+        {
+            f"{'corrupted' if e.role == 'corruption' else e.role} ({e.data})"
+            for e in every
+        }
+    )
+    draws, names = (
+        sorted({e.draws for e in every}),
+        sorted({name for e in every for name in e.metrics}),
+    )
     chosen = None if metrics is None else list(metrics)
     return (
         f"no run has scores for on={on!r}, severity={asked.severity}, draws={asked.draws}, metrics={chosen}; the "
@@ -222,7 +317,9 @@ class Comparison(Frozen):
         title = f"Comparison on {self.on}"
         title += f", severity {self.severity}" if self.severity is not None else ""
         title += f", {self.draws} draws" if self.draws is not None else ""
-        return title + (f"; differences to {self.baseline}" if self.baseline is not None else "")
+        return title + (
+            f"; differences to {self.baseline}" if self.baseline is not None else ""
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; NaN and infinity as text, as in records."""
@@ -234,13 +331,31 @@ class Comparison(Frozen):
     def to_markdown(self) -> str:
         """A Markdown table and the notes; the best mean of each metric on each data set is bold."""
         heads = self._heads()
-        lines = [f"**{_escaped(self.title)}**", "", f"| {' | '.join(map(_escaped, heads))} |"]
+        lines = [
+            f"**{_escaped(self.title)}**",
+            "",
+            f"| {' | '.join(map(_escaped, heads))} |",
+        ]
         lines.append("|" + "---|" * 2 + "---:|" * (len(heads) - 2))
         for row in self.rows:
             # Data and name come from records; the others are numbers, whose brackets need no escape.
-            numbers = [f"**{text}**" if best else text for text, best in self._numbers(row)]
-            lines.append(f"| {' | '.join([_escaped(row.data), _escaped(row.name), *numbers])} |")
-        return "\n".join([*lines, "", _LEGEND, *(f"- {_escaped(note)}" for note in self._all_notes())]) + "\n"
+            numbers = [
+                f"**{text}**" if best else text for text, best in self._numbers(row)
+            ]
+            lines.append(
+                f"| {' | '.join([_escaped(row.data), _escaped(row.name), *numbers])} |"
+            )
+        return (
+            "\n".join(
+                [
+                    *lines,
+                    "",
+                    _LEGEND,
+                    *(f"- {_escaped(note)}" for note in self._all_notes()),
+                ]
+            )
+            + "\n"
+        )
 
     def render(self) -> Table:
         """A table for the terminal, with the notes below it; text from records is never taken for markup."""
@@ -252,9 +367,14 @@ class Comparison(Frozen):
         table = Table(title=Text(self.title), caption=caption, box=box.SIMPLE_HEAD)
         table.title_justify = table.caption_justify = "left"
         for i, head in enumerate(self._heads()):
-            table.add_column(Text(head), justify="left" if i < 2 else "right", overflow="fold")
+            table.add_column(
+                Text(head), justify="left" if i < 2 else "right", overflow="fold"
+            )
         for row in self.rows:
-            numbers = (Text(text, style="bold green" if best else "") for text, best in self._numbers(row))
+            numbers = (
+                Text(text, style="bold green" if best else "")
+                for text, best in self._numbers(row)
+            )
             table.add_row(Text(row.data), Text(row.name), *numbers)
         return table
 
@@ -274,7 +394,11 @@ class Comparison(Frozen):
         yield str(max(len(score.seeds) for score in row.scores.values())), False
         for known in map(metric, self.metrics):
             score = row.scores.get(known.name)
-            places = known.decimals(other.scores[known.name].mean for other in self.rows if known.name in other.scores)
+            places = known.decimals(
+                other.scores[known.name].mean
+                for other in self.rows
+                if known.name in other.scores
+            )
             yield _text(known, score, places), bool(score and score.best)
             if self.baseline is not None:
                 gap = score.difference if score else None

@@ -14,7 +14,9 @@ from typing import Any
 from slimbayes.report.metric import mean, printable, sort_metrics
 from slimbayes.report.record import Evaluation, Record, RecordError, read
 
-Place = tuple[str, str | None, int]  # data, corruption, severity: what an evaluation is of
+Place = tuple[
+    str, str | None, int
+]  # data, corruption, severity: what an evaluation is of
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,11 @@ class RunGroup:
     @property
     def commands(self) -> list[str]:
         """The commands of all runs, each once."""
-        return list(dict.fromkeys(command for record in self.records for command in record.commands))
+        return list(
+            dict.fromkeys(
+                command for record in self.records for command in record.commands
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,9 @@ def load(runs: Sequence[Path | str]) -> LoadedRuns:
     """Read and group records. A directory without a record stands for all runs below it. Damaged ones are left out."""
     paths = [file for run in runs for file in _expand(Path(run))]
     if not paths:
-        raise ValueError("got no runs; needed at least one run directory or record file.")
+        raise ValueError(
+            "got no runs; needed at least one run directory or record file."
+        )
     kept: dict[tuple[str, str, int], tuple[Path, Record]] = {}
     skipped = []
     for path in paths:
@@ -63,11 +71,15 @@ def load(runs: Sequence[Path | str]) -> LoadedRuns:
         except RecordError as error:
             skipped.append(str(error))
             continue
-        first, known = kept.setdefault((record.data, record.name, record.seed), (path, record))
+        first, known = kept.setdefault(
+            (record.data, record.name, record.seed), (path, record)
+        )
         if known is not record:
             skipped.append(_twice(path, record, first, known))
     if not kept:
-        raise RecordError(f"none of the {len(paths)} records can be used:\n" + "\n".join(skipped))
+        raise RecordError(
+            f"none of the {len(paths)} records can be used:\n" + "\n".join(skipped)
+        )
     groups = _group([record for _, record in kept.values()])
     return LoadedRuns(groups, tuple(skipped), tuple(_notes(groups)))
 
@@ -93,17 +105,27 @@ def _group(records: Sequence[Record]) -> tuple[RunGroup, ...]:
     for record in records:
         found.setdefault((record.data, record.name), []).append(record)
     # A name has one colour on the whole page, also when it appears under several data sets.
-    colours = {name: i for i, name in enumerate(dict.fromkeys(name for _, name in found))}
-    seeds = {key: tuple(sorted(runs, key=lambda run: run.seed)) for key, runs in found.items()}
+    colours = {
+        name: i for i, name in enumerate(dict.fromkeys(name for _, name in found))
+    }
+    seeds = {
+        key: tuple(sorted(runs, key=lambda run: run.seed))
+        for key, runs in found.items()
+    }
     shown = _distinct_names(colours)
-    return tuple(RunGroup(data, shown[name], runs, colours[name]) for (data, name), runs in seeds.items())
+    return tuple(
+        RunGroup(data, shown[name], runs, colours[name])
+        for (data, name), runs in seeds.items()
+    )
 
 
 def _distinct_names(names: Iterable[str]) -> dict[str, str]:
     """Names as they are shown; those that would read alike are numbered."""
     shown: dict[str, str] = {}
     for name in names:
-        alike = itertools.chain([printable(name)], (f"{printable(name)} ({i})" for i in itertools.count(2)))
+        alike = itertools.chain(
+            [printable(name)], (f"{printable(name)} ({i})" for i in itertools.count(2))
+        )
         shown[name] = next(one for one in alike if one not in shown.values())
     return shown
 
@@ -115,11 +137,18 @@ def _notes(groups: Sequence[RunGroup]) -> Iterator[str]:
                 f"The runs of {group.name!r} on {group.data!r} differ in more than their seed: "
                 f"{'; '.join(differing[:4])}. Their mean is a mean of different things."
             )
-        if early := [str(record.seed) for record in group.records if record.status != "finished"]:
+        if early := [
+            str(record.seed) for record in group.records if record.status != "finished"
+        ]:
             yield f"{group.name!r} on {group.data!r} stopped early with seed {', '.join(early)}."
-        for warning in dict.fromkeys(w for r in group.records if r.diagnostics for w in r.diagnostics.warnings):
+        for warning in dict.fromkeys(
+            w for r in group.records if r.diagnostics for w in r.diagnostics.warnings
+        ):
             yield f"{group.name!r} on {group.data!r}: {warning}"
-    unknown = {group.name: _unknown([dict(_leaves(record.config)) for record in group.records]) for group in groups}
+    unknown = {
+        group.name: _unknown([dict(_leaves(record.config)) for record in group.records])
+        for group in groups
+    }
     if fields := sorted(set().union(*unknown.values())):
         names = ", ".join(repr(name) for name, some in unknown.items() if some)
         yield (
@@ -131,17 +160,35 @@ def _notes(groups: Sequence[RunGroup]) -> Iterator[str]:
 def _differences(configs: Sequence[dict[str, Any]]) -> list[str]:
     """Config values that are not equal among replicates; anything called seed may differ, as may what is unknown."""
     flat = [dict(_leaves(config)) for config in configs]
-    keys = [key for key in dict.fromkeys(itertools.chain.from_iterable(flat)) if key not in _unknown(flat)]
-    values = {key: list(dict.fromkeys(leaves.get(key, "absent") for leaves in flat)) for key in keys}
-    return [f"{key} is {' or '.join(found)}" for key, found in values.items() if len(found) > 1]
+    keys = [
+        key
+        for key in dict.fromkeys(itertools.chain.from_iterable(flat))
+        if key not in _unknown(flat)
+    ]
+    values = {
+        key: list(dict.fromkeys(leaves.get(key, "absent") for leaves in flat))
+        for key in keys
+    }
+    return [
+        f"{key} is {' or '.join(found)}"
+        for key, found in values.items()
+        if len(found) > 1
+    ]
 
 
 def _unknown(flat: Sequence[dict[str, str]]) -> set[str]:
     """Fields that some replicates lack beside others that they share: configs are recorded whole, so these were made
     by a version that had no such field."""
-    some, common = set(itertools.chain.from_iterable(flat)), {key for key in flat[0] if all(key in one for one in flat)}
+    some, common = (
+        set(itertools.chain.from_iterable(flat)),
+        {key for key in flat[0] if all(key in one for one in flat)},
+    )
     shared = {_parent(key) for key in common}
-    return {key for key in some - common if _parent(key) in shared and _of_one_kind(flat, key)}
+    return {
+        key
+        for key in some - common
+        if _parent(key) in shared and _of_one_kind(flat, key)
+    }
 
 
 def _parent(key: str) -> str:
@@ -151,7 +198,9 @@ def _parent(key: str) -> str:
 def _of_one_kind(flat: Sequence[dict[str, str]], key: str) -> bool:
     """Whether a field's mapping is of one kind everywhere, and the field not a mapping elsewhere."""
     kinds = {leaves.get(f"{_parent(key)}.kind") for leaves in flat}
-    return len(kinds) == 1 and not any(other.startswith(f"{key}.") for leaves in flat for other in leaves)
+    return len(kinds) == 1 and not any(
+        other.startswith(f"{key}.") for leaves in flat for other in leaves
+    )
 
 
 def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
@@ -193,11 +242,20 @@ class EvaluationSet:
 
     def every(self, groups: Iterable[RunGroup]) -> list[Evaluation]:
         """All evaluations that are meant, at any number of draws."""
-        return [e for group in groups for record in group.records for e in record.evaluations if self.fits(e)]
+        return [
+            e
+            for group in groups
+            for record in group.records
+            for e in record.evaluations
+            if self.fits(e)
+        ]
 
     def draw_counts(self, group: RunGroup) -> list[int]:
         """The numbers of draws that all runs of a group have; runs without any such evaluation have no say."""
-        found = [{e.draws for e in record.evaluations if self.fits(e)} for record in group.records]
+        found = [
+            {e.draws for e in record.evaluations if self.fits(e)}
+            for record in group.records
+        ]
         return sorted(set.intersection(*filter(None, found))) if any(found) else []
 
     def most_draws(self, group: RunGroup) -> int | None:
@@ -209,7 +267,9 @@ class EvaluationSet:
         draws = self.most_draws(group)
         exact = replace(self, draws=draws)
         runs = group.records if draws is not None else ()
-        return [(record, e) for record in runs for e in record.evaluations if exact.fits(e)]
+        return [
+            (record, e) for record in runs for e in record.evaluations if exact.fits(e)
+        ]
 
     def by_seed(self, group: RunGroup, name: str) -> dict[int, float]:
         """A metric for each seed, averaged over the evaluations that are meant; seeds without it are left out."""
@@ -225,7 +285,9 @@ class EvaluationSet:
 
     def metrics(self, groups: Iterable[RunGroup]) -> list[str]:
         """The metrics that any run has there, in the order of the tables."""
-        return sort_metrics(name for evaluation in self.every(groups) for name in evaluation.metrics)
+        return sort_metrics(
+            name for evaluation in self.every(groups) for name in evaluation.metrics
+        )
 
     def sets(self, groups: Iterable[RunGroup]) -> list[str]:
         """The names of the evaluated sets, in order of appearance."""
@@ -240,7 +302,9 @@ class EvaluationSet:
         found: dict[tuple[str, int], set[Place]] = {}
         for group in groups:
             for record, evaluation in self.judged(group):
-                found.setdefault((record.name, record.seed), set()).add(_place(evaluation))
+                found.setdefault((record.name, record.seed), set()).add(
+                    _place(evaluation)
+                )
         return frozenset(set.intersection(*found.values())) if found else frozenset()
 
 

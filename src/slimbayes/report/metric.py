@@ -45,7 +45,12 @@ class Metric:
     @property
     def arrow(self) -> str:
         """A sign for a table's head."""
-        return {"higher": "↑", "lower": "↓", "nearer": f"→ {self.target:.0%}", None: ""}[self.better]
+        return {
+            "higher": "↑",
+            "lower": "↓",
+            "nearer": f"→ {self.target:.0%}",
+            None: "",
+        }[self.better]
 
     @property
     def head(self) -> str:
@@ -56,25 +61,44 @@ class Metric:
     def advice(self) -> str:
         """The arrow in words."""
         nearer = f"nearer to {self.target:.0%}"
-        return f"{nearer if self.better == 'nearer' else self.better} is better" if self.better else ""
+        return (
+            f"{nearer if self.better == 'nearer' else self.better} is better"
+            if self.better
+            else ""
+        )
 
     def best(self, values: Sequence[float]) -> set[int]:
         """Where the best values stand; several on a tie, none without a direction or with fewer than two values."""
         losses = [self._loss(value) for value in values]
         least = min((loss for loss in losses if math.isfinite(loss)), default=None)
-        return {i for i, loss in enumerate(losses) if loss == least} if len(values) > 1 else set()
+        return (
+            {i for i, loss in enumerate(losses) if loss == least}
+            if len(values) > 1
+            else set()
+        )
 
     def _loss(self, value: float) -> float:
         if self.better is None or math.isnan(value):
             return math.inf
-        return {"higher": -value, "lower": value, "nearer": abs(value - self.target)}[self.better]
+        return {"higher": -value, "lower": value, "nearer": abs(value - self.target)}[
+            self.better
+        ]
 
     def decimals(self, values: Iterable[float]) -> int:
         """How many decimals a column of values needs, by the largest of them."""
         if self.percent:
             return 2
-        size = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
-        return next((places for line, places in ((1000, 0), (100, 1), (10, 2), (0.1, 3)) if size >= line), 4)
+        size = max(
+            (abs(value) for value in values if math.isfinite(value)), default=0.0
+        )
+        return next(
+            (
+                places
+                for line, places in ((1000, 0), (100, 1), (10, 2), (0.1, 3))
+                if size >= line
+            ),
+            4,
+        )
 
     def text(self, value: float, places: int | None = None) -> str:
         """A value without a percent sign; what would read as zero without being zero is said to be small."""
@@ -99,10 +123,19 @@ KNOWN = {
         Metric("rmse", "RMSE", "lower", shown=_EVERYWHERE),
         Metric("lpd", "LPD", "higher", shown=_EVERYWHERE),
         Metric("crps", "CRPS", "lower", shown=_EVERYWHERE),
-        Metric("coverage95", "Coverage of 95 %", "nearer", percent=True, target=0.95, shown=("summary", "comparison")),
+        Metric(
+            "coverage95",
+            "Coverage of 95 %",
+            "nearer",
+            percent=True,
+            target=0.95,
+            shown=("summary", "comparison"),
+        ),
         Metric("auroc", "AUROC", "higher", shown=("comparison", "terminal")),
         Metric("aucpr", "AUCPR", "higher", shown=("comparison",)),
-        Metric("fpr95", "FPR95", "lower", percent=True, shown=("comparison", "terminal")),
+        Metric(
+            "fpr95", "FPR95", "lower", percent=True, shown=("comparison", "terminal")
+        ),
         Metric("top5", "Top-5 accuracy", "higher", percent=True),
         Metric("aurc", "AURC", "lower"),
         Metric("soft_nll", "NLL of soft labels", "lower"),
@@ -148,7 +181,10 @@ def printable(text: str) -> str:
         >>> printable("two\\nlines"), printable("__proto__")
         ('two lines', '“__proto__”')
     """
-    shown = "".join(sign if sign.isprintable() else " " for sign in text).strip() or "unnamed"
+    shown = (
+        "".join(sign if sign.isprintable() else " " for sign in text).strip()
+        or "unnamed"
+    )
     if len(shown) > _LONG:
         shown = f"{shown[:_LONG]}... ({zlib.crc32(text.encode(errors='replace')):08x})"
     return f"“{shown}”" if shown in _INHERITED else shown
@@ -192,7 +228,11 @@ def mean(values: Sequence[float]) -> float:
 
 def standard_error(values: Sequence[float]) -> float | None:
     """Standard deviation (n - 1) over sqrt(n); None for a single value or where one is not finite."""
-    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if _usable(values) else None
+    return (
+        float(np.std(values, ddof=1) / math.sqrt(len(values)))
+        if _usable(values)
+        else None
+    )
 
 
 def t_interval(values: Sequence[float]) -> Interval | None:
@@ -202,12 +242,18 @@ def t_interval(values: Sequence[float]) -> Interval | None:
     error, freedom = standard_error(values), len(values) - 1
     if error is None:
         return None
-    half = error * (_STUDENT[freedom - 1] if freedom <= len(_STUDENT) else 1.96 + 2.42 / freedom)
+    half = error * (
+        _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else 1.96 + 2.42 / freedom
+    )
     return mean(values) - half, mean(values) + half
 
 
 def bootstrap_interval(
-    values: Sequence[float], *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
+    values: Sequence[float],
+    *,
+    level: float = 0.95,
+    resamples: int = 10_000,
+    seed: int = 0,
 ) -> Interval | None:
     """Percentile bootstrap interval of the mean; None for a single value or where one is not finite."""
     if not _usable(values):

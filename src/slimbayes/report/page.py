@@ -60,7 +60,9 @@ class Chapter:
     sections: dict[str, list[PagePart]]
 
 
-def write_page(runs: Sequence[Path | str], out: Path | str, title: str | None = None) -> Path:
+def write_page(
+    runs: Sequence[Path | str], out: Path | str, title: str | None = None
+) -> Path:
     """Write a page about runs, and say where it is.
 
     Records that are damaged or of a newer format are left out, and the page says so; if none is left, a RecordError
@@ -79,7 +81,9 @@ def write_page(runs: Sequence[Path | str], out: Path | str, title: str | None = 
         /nowhere/record.json cannot be read: ...
     """
     loaded = load(runs)
-    text = _html(loaded, title or f"Results on {', '.join(map(printable, loaded.data))}")
+    text = _html(
+        loaded, title or f"Results on {', '.join(map(printable, loaded.data))}"
+    )
     path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
@@ -88,16 +92,29 @@ def write_page(runs: Sequence[Path | str], out: Path | str, title: str | None = 
 
 def _html(runs: LoadedRuns, title: str) -> str:
     chapters = [_chapter(data, runs.on(data), len(runs.data)) for data in runs.data]
-    parts = [part for chapter in chapters for section in chapter.sections.values() for part in section]
+    parts = [
+        part
+        for chapter in chapters
+        for section in chapter.sections.values()
+        for part in section
+    ]
     charts = [_script_data(part) for part in parts if isinstance(part, Figure)]
-    style = _file("page.css") + "".join(f"\n.k{i} {{ --series: {colour} }}" for i, colour in enumerate(PALETTE))
+    style = _file("page.css") + "".join(
+        f"\n.k{i} {{ --series: {colour} }}" for i, colour in enumerate(PALETTE)
+    )
     scripts = [_bundle(), _file("page.js")]
-    page = Environment(loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined)
+    page = Environment(
+        loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined
+    )
     page.trim_blocks = page.lstrip_blocks = True
     page.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     page.filters["hash"] = _hash
-    page.filters["of"] = lambda count, noun: f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-    page.filters["indented"] = lambda config: json.dumps(config, indent=2, ensure_ascii=False, default=str)
+    page.filters["of"] = lambda count, noun: (
+        f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    )
+    page.filters["indented"] = lambda config: json.dumps(
+        config, indent=2, ensure_ascii=False, default=str
+    )
     return page.get_template("page.html").render(
         title=title,
         runs=runs,
@@ -120,7 +137,11 @@ def _chapter(data: str, groups: tuple[RunGroup, ...], sets: int) -> Chapter:
         "Other sets": [tables.other_sets(groups)],
         "Unfamiliar inputs": [figures.unfamiliar(groups), tables.unfamiliar(groups)],
         "Selective prediction": [figures.risk_coverage(groups)],
-        "Members": [figures.diversity(groups), figures.checkpoints(groups), figures.member_scores(groups)],
+        "Members": [
+            figures.diversity(groups),
+            figures.checkpoints(groups),
+            figures.member_scores(groups),
+        ],
         "Draws": [figures.draws(groups)],
         "Examples": _galleries(groups, PICTURES // sets),
         "Cost": [figures.cost(groups), tables.cost(groups)],
@@ -129,9 +150,15 @@ def _chapter(data: str, groups: tuple[RunGroup, ...], sets: int) -> Chapter:
     sections: dict[str, list[PagePart]] = {}
     for title, parts in plan.items():
         for part in (part for part in parts if part):
-            short = replace(part, variants=part.variants[: _most_choices(sets)]) if isinstance(part, Figure) else part
+            short = (
+                replace(part, variants=part.variants[: _most_choices(sets)])
+                if isinstance(part, Figure)
+                else part
+            )
             sections.setdefault(title, []).append(short)
-    rows = next((evaluation.rows for evaluation in main_set(groups).every(groups)), None)
+    rows = next(
+        (evaluation.rows for evaluation in main_set(groups).every(groups)), None
+    )
     return Chapter(data, groups, rows, sections)
 
 
@@ -142,18 +169,27 @@ def _most_choices(sets: int) -> int:
 
 def _galleries(groups: Sequence[RunGroup], room: int) -> list[Gallery]:
     """Rows each model is most and least sure of, from its first run that has examples. `room` is shared equally."""
-    found = [(group, next((record for record in group.records if record.examples), None)) for group in groups]
+    found = [
+        (group, next((record for record in group.records if record.examples), None))
+        for group in groups
+    ]
     kept = [(group, record) for group, record in found if record]
     return [_gallery(group, record, room // len(kept)) for group, record in kept]
 
 
 def _gallery(group: RunGroup, record: Record, room: int) -> Gallery:
     sides: dict[str, list[Example]] = {"most": [], "least": []}
-    most, least = ([e for e in record.examples if e.sure == sure][:SHOWN] for sure in sides)
+    most, least = (
+        [e for e in record.examples if e.sure == sure][:SHOWN] for sure in sides
+    )
     # In turns, so that both kinds get pictures when room is short.
     for example in filter(None, itertools.chain(*itertools.zip_longest(most, least))):
         # A page shows nothing but PNG data: any other address could load something or be taken for markup.
-        image = example.image if example.image and _PICTURE.fullmatch(example.image) else None
+        image = (
+            example.image
+            if example.image and _PICTURE.fullmatch(example.image)
+            else None
+        )
         room -= len(image or "")
         if room >= 0:
             sides[example.sure].append(example.model_copy(update={"image": image}))
@@ -166,13 +202,18 @@ def _notes(chapters: Sequence[Chapter]) -> Iterator[str]:
         first = f"the first of its choices only ({_most_choices(sets)} at most)"
         yield f"With {sets} data sets on one page each figure shows {first}."
     for chapter in chapters:
-        shared, places = CORRUPTED.shared_places(chapter.groups), CORRUPTED.all_places(chapter.groups)
+        shared, places = (
+            CORRUPTED.shared_places(chapter.groups),
+            CORRUPTED.all_places(chapter.groups),
+        )
         if shared != places:
             yield (
                 f"On {chapter.data!r} the runs share {len(shared)} of {len(places)} corrupted sets: "
                 "the summary uses only those, the charts use all that each run has."
             )
-        every = [record.environment for group in chapter.groups for record in group.records]
+        every = [
+            record.environment for group in chapter.groups for record in group.records
+        ]
         hardware = {facts.get("gpu") or facts.get("cpu", "") for facts in every}
         if len(hardware - {""}) > 1:
             yield (
@@ -181,23 +222,36 @@ def _notes(chapters: Sequence[Chapter]) -> Iterator[str]:
             )
 
 
-def _machines(groups: Sequence[RunGroup]) -> dict[tuple[tuple[str, str], ...], list[str]]:
+def _machines(
+    groups: Sequence[RunGroup],
+) -> dict[tuple[tuple[str, str], ...], list[str]]:
     """The environments, as sorted facts, with the runs made there."""
     found: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for record in (record for group in groups for record in group.records if record.environment):
+    for record in (
+        record for group in groups for record in group.records if record.environment
+    ):
         facts = tuple(sorted(record.environment.items()))
-        found.setdefault(facts, []).append(f"{record.data} / {record.name} / seed {record.seed}")
+        found.setdefault(facts, []).append(
+            f"{record.data} / {record.name} / seed {record.seed}"
+        )
     return found
 
 
 def _script_data(figure: Figure) -> dict[str, Any]:
     """What the page's script needs of a figure."""
-    variants = [(label, [{"spec": c.spec, "fields": c.fields} for c in charts]) for label, charts in figure.variants]
-    return {"variants": [{"label": label, "charts": charts} for label, charts in variants]}
+    variants = [
+        (label, [{"spec": c.spec, "fields": c.fields} for c in charts])
+        for label, charts in figure.variants
+    ]
+    return {
+        "variants": [{"label": label, "charts": charts} for label, charts in variants]
+    }
 
 
 def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    return (
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    )
 
 
 def _file(name: str) -> str:

@@ -27,9 +27,13 @@ _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"}\n')
 
 
 # JSON has no word for NaN or infinity: they are written as text, which pydantic reads.
-Number = Annotated[float, PlainSerializer(lambda value: value if math.isfinite(value) else str(value))]
+Number = Annotated[
+    float, PlainSerializer(lambda value: value if math.isfinite(value) else str(value))
+]
 Role = Literal["test", "validation", "corruption", "shift", "ood"]
-Whole = Annotated[int, Field(gt=-(2**63), lt=2**63)]  # arithmetic on larger ones fails, or takes for ever
+Whole = Annotated[
+    int, Field(gt=-(2**63), lt=2**63)
+]  # arithmetic on larger ones fails, or takes for ever
 
 
 class Frozen(BaseModel):
@@ -117,7 +121,9 @@ class Diagnostics(Frozen):
     elements: int = 0  # of the posterior that have a prior each
     at_prior: Number = math.nan  # share of elements that did not leave the prior
     collapsed: Number = math.nan  # share of elements whose scale is next to nothing
-    label_changes: Number = math.nan  # share of rows that some draw labels otherwise than most do
+    label_changes: Number = (
+        math.nan
+    )  # share of rows that some draw labels otherwise than most do
     k_hat: Number | None = None
     k_hat_note: str = ""  # its verdict, or why there is none
     nonfinite_steps: int = 0
@@ -151,7 +157,10 @@ class Record(Frozen):
         """sha256 of everything but `environment`, `cost`, `commands` and what older records have not: equal for equal
         configs on one kind of CPU.
         """
-        data = self.model_dump(mode="json", exclude={"environment", "cost", "commands", "data_sha256", "diagnostics"})
+        data = self.model_dump(
+            mode="json",
+            exclude={"environment", "cost", "commands", "data_sha256", "diagnostics"},
+        )
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
@@ -162,7 +171,9 @@ class RecordError(ValueError):
 def write(file: Path, record: Record) -> None:
     """Write a record and the sha256 that seals it, at once."""
     said = record.model_dump_json().encode().removesuffix(b"}")
-    write_bytes(file, said + f',"sha256":"{hashlib.sha256(said).hexdigest()}"}}\n'.encode())
+    write_bytes(
+        file, said + f',"sha256":"{hashlib.sha256(said).hexdigest()}"}}\n'.encode()
+    )
 
 
 def read(run: Path | str) -> Record:
@@ -182,8 +193,14 @@ def read(run: Path | str) -> Record:
     except OSError as error:
         raise RecordError(f"{file} cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        raise RecordError(f"{file} is damaged: it is not JSON ({cut(str(error))}).") from error
-    if isinstance(data, dict) and isinstance(data.get("format"), int) and data["format"] > FORMAT:
+        raise RecordError(
+            f"{file} is damaged: it is not JSON ({cut(str(error))})."
+        ) from error
+    if (
+        isinstance(data, dict)
+        and isinstance(data.get("format"), int)
+        and data["format"] > FORMAT
+    ):
         raise RecordError(
             f"{file} has format {brief(data['format'])}, made by a newer slimbayes; this one reads up to {FORMAT}."
         )
@@ -194,13 +211,18 @@ def read(run: Path | str) -> Record:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "the whole"
-        raise RecordError(f"{file} is damaged: {cut(where)}: {cut(first['msg'])}.") from None
+        raise RecordError(
+            f"{file} is damaged: {cut(where)}: {cut(first['msg'])}."
+        ) from None
 
 
 def _check_seal(seal: Any, raw: bytes, file: Path) -> None:
     if seal is None:
         note_unsealed("Records without a sha256")
-    elif not (end := _SEAL.search(raw, len(raw) - 80)) or hashlib.sha256(raw[: end.start()]).hexdigest() != seal:
+    elif (
+        not (end := _SEAL.search(raw, len(raw) - 80))
+        or hashlib.sha256(raw[: end.start()]).hexdigest() != seal
+    ):
         raise RecordError(
             f"{file} is damaged, or was edited: it does not fit its sha256. Restore it from a copy, or run `slimbayes "
             f"evaluate {file.parent}`."
@@ -210,4 +232,6 @@ def _check_seal(seal: Any, raw: bytes, file: Path) -> None:
 @cache
 def note_unsealed(what: str) -> None:
     """Say once that such files are not compared with a sum: an old folder has hundreds."""
-    logging.getLogger("slimbayes").warning(f"{what}, of an older slimbayes, are read unchecked.")
+    logging.getLogger("slimbayes").warning(
+        f"{what}, of an older slimbayes, are read unchecked."
+    )

@@ -14,11 +14,20 @@ from itertools import groupby
 from typing import ClassVar
 
 from slimbayes.report.groups import CORRUPTED, EvaluationSet, RunGroup, main_set
-from slimbayes.report.metric import MISSING, bootstrap_interval, mean, metric, shown_in, standard_error
+from slimbayes.report.metric import (
+    MISSING,
+    bootstrap_interval,
+    mean,
+    metric,
+    shown_in,
+    standard_error,
+)
 from slimbayes.report.record import Record
 
 FRONT = shown_in("summary")
-BEHIND = tuple(name for name in FRONT if metric(name).better != "nearer")  # when corrupted: the paper's cA, cNLL, cECE
+BEHIND = tuple(
+    name for name in FRONT if metric(name).better != "nearer"
+)  # when corrupted: the paper's cA, cNLL, cECE
 
 
 @dataclass(frozen=True)
@@ -60,10 +69,15 @@ class PageTable:
     @property
     def spans(self) -> list[tuple[str, int]]:
         """The shared headings and how many columns each spans."""
-        return [(over, len(list(under))) for over, under in groupby(column.over for column in self.columns)]
+        return [
+            (over, len(list(under)))
+            for over, under in groupby(column.over for column in self.columns)
+        ]
 
 
-def _scores(groups: Sequence[RunGroup], selection: EvaluationSet, name: str, over: str) -> PageColumn:
+def _scores(
+    groups: Sequence[RunGroup], selection: EvaluationSet, name: str, over: str
+) -> PageColumn:
     """A metric on the selected sets."""
     known = metric(name)
     values = [selection.values(group, name) for group in groups]
@@ -84,7 +98,12 @@ def _scores(groups: Sequence[RunGroup], selection: EvaluationSet, name: str, ove
 
 
 def _integers(title: str, values: Sequence[int | None], over: str) -> PageColumn:
-    cells = [PageCell(MISSING if value is None else f"{value:,}".replace(",", "\u2009"), value) for value in values]
+    cells = [
+        PageCell(
+            MISSING if value is None else f"{value:,}".replace(",", "\u2009"), value
+        )
+        for value in values
+    ]
     return PageColumn(title, cells, over)
 
 
@@ -92,13 +111,23 @@ def summary(groups: Sequence[RunGroup]) -> PageTable:
     """The table a reader looks at first."""
     main = main_set(groups)
     known = main.metrics(groups)
-    columns = [_scores(groups, main, name, main.role.capitalize()) for name in FRONT if name in known]
+    columns = [
+        _scores(groups, main, name, main.role.capitalize())
+        for name in FRONT
+        if name in known
+    ]
     corrupted = replace(CORRUPTED, places=CORRUPTED.shared_places(groups))
     known = corrupted.metrics(groups)
-    columns += [_scores(groups, corrupted, name, "Corrupted") for name in BEHIND if name in known]
+    columns += [
+        _scores(groups, corrupted, name, "Corrupted")
+        for name in BEHIND
+        if name in known
+    ]
     columns.append(_growth("Parameters", groups, "Size"))
     columns.append(_integers("Seeds", [len(group.records) for group in groups], "Runs"))
-    columns.append(_integers("Draws", [main.most_draws(group) for group in groups], "Runs"))
+    columns.append(
+        _integers("Draws", [main.most_draws(group) for group in groups], "Runs")
+    )
     return PageTable("Summary", groups, columns, len(corrupted.places or ()))
 
 
@@ -113,7 +142,11 @@ def every_score(groups: Sequence[RunGroup]) -> PageTable | None:
 def other_sets(groups: Sequence[RunGroup]) -> PageTable | None:
     """Scores under natural shift, and on further test or validation sets."""
     roles = ("test", "shift", "validation")
-    sets = [EvaluationSet(role, data) for role in roles for data in EvaluationSet(role).sets(groups)]
+    sets = [
+        EvaluationSet(role, data)
+        for role in roles
+        for data in EvaluationSet(role).sets(groups)
+    ]
     columns = [
         _scores(groups, other, name, f"{other.data} ({other.role})")
         for other in sets
@@ -138,14 +171,28 @@ def cost(groups: Sequence[RunGroup]) -> PageTable:
     """Parameters, time and memory."""
     parameters = [group.records[0].parameters for group in groups]
     costs = [[record.cost for record in group.records] for group in groups]
-    peaks = [[c.peak_memory for c in some if c.peak_memory is not None] for some in costs]
+    peaks = [
+        [c.peak_memory for c in some if c.peak_memory is not None] for some in costs
+    ]
     columns = [
         _integers("Plain", [size.plain for size in parameters], "Parameters"),
         _integers("Trained", [size.total for size in parameters], "Parameters"),
         _growth("Ratio", groups, "Parameters"),
-        PageColumn("Training", [_seconds([c.train_seconds for c in some]) for some in costs], "Time"),
-        PageColumn("Epoch", [_seconds([c.seconds_per_epoch for c in some]) for some in costs], "Time"),
-        PageColumn("Evaluation", [_seconds([c.evaluate_seconds for c in some]) for some in costs], "Time"),
+        PageColumn(
+            "Training",
+            [_seconds([c.train_seconds for c in some]) for some in costs],
+            "Time",
+        ),
+        PageColumn(
+            "Epoch",
+            [_seconds([c.seconds_per_epoch for c in some]) for some in costs],
+            "Time",
+        ),
+        PageColumn(
+            "Evaluation",
+            [_seconds([c.evaluate_seconds for c in some]) for some in costs],
+            "Time",
+        ),
         PageColumn("Peak", [_bytes(some) for some in peaks], "Memory"),
     ]
     return PageTable("Cost", groups, columns)
@@ -154,7 +201,12 @@ def cost(groups: Sequence[RunGroup]) -> PageTable:
 def _growth(title: str, groups: Sequence[RunGroup], over: str) -> PageColumn:
     ratios = [group.records[0].parameters.growth for group in groups]
     return PageColumn(
-        title, [PageCell(f"\u00d7 {r:.4g}", r) if r is not None else PageCell(MISSING, None) for r in ratios], over
+        title,
+        [
+            PageCell(f"\u00d7 {r:.4g}", r) if r is not None else PageCell(MISSING, None)
+            for r in ratios
+        ],
+        over,
     )
 
 
@@ -162,7 +214,13 @@ def _seconds(values: Sequence[float]) -> PageCell:
     value = mean(values)
     if not math.isfinite(value):
         return PageCell(MISSING, None)
-    text = f"{value / 3600:.1f} h" if value >= 5400 else f"{value / 60:.1f} min" if value >= 90 else f"{value:.3g} s"
+    text = (
+        f"{value / 3600:.1f} h"
+        if value >= 5400
+        else f"{value / 60:.1f} min"
+        if value >= 90
+        else f"{value:.3g} s"
+    )
     return PageCell(text, value)
 
 
@@ -170,7 +228,10 @@ def _bytes(values: Sequence[int]) -> PageCell:
     if not values:
         return PageCell(MISSING, None)
     value = mean(values)
-    return PageCell(f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB", value)
+    return PageCell(
+        f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB",
+        value,
+    )
 
 
 PLAIN = "Deterministic"
@@ -182,7 +243,9 @@ def reasons(groups: Sequence[RunGroup]) -> Iterator[str]:
     for data in dict.fromkeys(group.data for group in groups):
         mine = [group for group in groups if group.data == data]
         judged = main_set(mine)
-        plain = next((group for group in mine if group.records[0].method == PLAIN), None)
+        plain = next(
+            (group for group in mine if group.records[0].method == PLAIN), None
+        )
         if plain is None:
             continue
         theirs = judged.by_seed(plain, "nll")
@@ -192,7 +255,11 @@ def reasons(groups: Sequence[RunGroup]) -> Iterator[str]:
             if differences and mean(differences) > 0:
                 told = f"{group.name!r} on {data!r} has an NLL of {mean(list(ours.values())):.3f} against "
                 told += f"{mean(list(theirs.values())):.3f} of {plain.name!r}{_doubt(differences)}. "
-                yield told + _cause(group, plain, mean(differences)) + _draws(group, judged, mean(differences))
+                yield (
+                    told
+                    + _cause(group, plain, mean(differences))
+                    + _draws(group, judged, mean(differences))
+                )
 
 
 def _doubt(differences: Sequence[float]) -> str:
@@ -200,7 +267,9 @@ def _doubt(differences: Sequence[float]) -> str:
     interval = bootstrap_interval(differences)
     if interval is None:
         return ", with one seed in common"
-    return f", within what {len(differences)} seeds differ by" if interval[0] <= 0 else ""
+    return (
+        f", within what {len(differences)} seeds differ by" if interval[0] <= 0 else ""
+    )
 
 
 def _cause(group: RunGroup, plain: RunGroup, gap: float) -> str:
@@ -236,7 +305,9 @@ def _draws(group: RunGroup, judged: EvaluationSet, gap: float) -> str:
     counts = judged.draw_counts(group)
     if len(counts) < 2:
         return ""
-    few, many = (mean(replace(judged, draws=n).values(group, "nll")) for n in counts[-2:])
+    few, many = (
+        mean(replace(judged, draws=n).values(group, "nll")) for n in counts[-2:]
+    )
     return (
         f" From {counts[-2]} to {counts[-1]} draws it gained {few - many:.3f}: take more."
         if few - many > gap / 4

@@ -16,7 +16,11 @@ from typing import Any, Literal, Self
 import numpy as np
 from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import FunctionTransformer, QuantileTransformer, StandardScaler
+from sklearn.preprocessing import (
+    FunctionTransformer,
+    QuantileTransformer,
+    StandardScaler,
+)
 
 from slimbayes.errors import SlimbayesWarning, brief, did_you_mean
 
@@ -46,7 +50,9 @@ class Preparation:
     missing: Missing
     scaling: Scaling = "none"
     names: list[str] = field(default_factory=list)
-    words: dict[str, list[Any]] = field(default_factory=dict)  # categories by column, in the order of their codes
+    words: dict[str, list[Any]] = field(
+        default_factory=dict
+    )  # categories by column, in the order of their codes
     steps: Any = None  # a scikit-learn pipeline, once scales are learnt, unless no column holds numbers
 
     @property
@@ -67,14 +73,26 @@ class Preparation:
                 texts, booleans or categories.
         """
         named = is_frame(X) or isinstance(X, Mapping)
-        self.names = [str(name) for name in getattr(X, "columns", X)] if named else list(map(str, range(X.shape[1])))
+        self.names = (
+            [str(name) for name in getattr(X, "columns", X)]
+            if named
+            else list(map(str, range(X.shape[1])))
+        )
         if len(set(self.names)) < len(self.names):
-            raise ValueError("X has two columns of one name: give each a name of its own.")
+            raise ValueError(
+                "X has two columns of one name: give each a name of its own."
+            )
         columns = dict(zip(self.names, _columns(X)))
         chosen = set(self._chosen(columns, wanted, named))
-        self.words = {name: _known(name, _words(columns[name])[rows]) for name in self.names if name in chosen}
+        self.words = {
+            name: _known(name, _words(columns[name])[rows])
+            for name in self.names
+            if name in chosen
+        }
 
-    def read(self, X: Any, rows: Any = slice(None), unseen: Counter[str] | None = None) -> np.ndarray:
+    def read(
+        self, X: Any, rows: Any = slice(None), unseen: Counter[str] | None = None
+    ) -> np.ndarray:
         """Rows of a table as numbers and codes, (N, d); NaN where a number is missing and was not refused.
 
         Unknown categories that count as missing are added to `unseen` by column or, without it, told by a warning.
@@ -82,10 +100,14 @@ class Preparation:
         columns = dict(zip(self.names, _columns(X)))
         found: Counter[str] = Counter()
         numbers = [_numbers(name, columns[name])[rows] for name in self.numbers]
-        codes = [self._codes(name, _words(columns[name])[rows], found) for name in self.words]
+        codes = [
+            self._codes(name, _words(columns[name])[rows], found) for name in self.words
+        ]
         read = np.stack([*numbers, *codes], 1)
         if found and unseen is None:
-            warnings.warn(self.unseen_text(found, len(read)), SlimbayesWarning, stacklevel=2)
+            warnings.warn(
+                self.unseen_text(found, len(read)), SlimbayesWarning, stacklevel=2
+            )
         elif unseen is not None:
             unseen.update(found)
         if self.missing == "refuse":
@@ -95,27 +117,48 @@ class Preparation:
     @staticmethod
     def unseen_text(unseen: Counter[str], rows: int) -> str:
         """What to say of unknown categories by column."""
-        told = [f"{brief(name)} ({count:,} of {rows:,} rows)" for name, count in unseen.most_common(5)]
+        told = [
+            f"{brief(name)} ({count:,} of {rows:,} rows)"
+            for name, count in unseen.most_common(5)
+        ]
         more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
         return f"Categories that training did not see count as missing: in column {', '.join(told)}{more}."
 
-    def _chosen(self, columns: Mapping[str, Any], wanted: Any, named: bool) -> Iterator[str]:
+    def _chosen(
+        self, columns: Mapping[str, Any], wanted: Any, named: bool
+    ) -> Iterator[str]:
         """The columns that are categories."""
         if isinstance(wanted, str) and wanted == "auto":
-            yield from [name for name, column in columns.items() if named and _holds_words(name, column)]
+            yield from [
+                name
+                for name, column in columns.items()
+                if named and _holds_words(name, column)
+            ]
             return
         for one in wanted if isinstance(wanted, Sequence | np.ndarray) else [wanted]:
             if isinstance(one, str) and named and one in columns:
                 yield one
-            elif isinstance(one, int | np.integer) and not isinstance(one, bool) and 0 <= one < len(columns):
+            elif (
+                isinstance(one, int | np.integer)
+                and not isinstance(one, bool)
+                and 0 <= one < len(columns)
+            ):
                 yield self.names[one]
             else:
-                hint = did_you_mean(str(one), self.names) if named else f": X has {len(columns)} columns."
-                raise ValueError(f"categorical_features names {brief(one)}, which X does not have{hint}")
+                hint = (
+                    did_you_mean(str(one), self.names)
+                    if named
+                    else f": X has {len(columns)} columns."
+                )
+                raise ValueError(
+                    f"categorical_features names {brief(one)}, which X does not have{hint}"
+                )
 
     def _codes(self, name: str, words: np.ndarray, unseen: Counter[str]) -> list[int]:
         """Codes (N,) of the words of a column; unknown ones are counted, or refused."""
-        codes = {None: 0} | {word: code for code, word in enumerate(self.words[name], 1)}
+        codes = {None: 0} | {
+            word: code for code, word in enumerate(self.words[name], 1)
+        }
         if new := [word for word in words if word not in codes]:
             if self.missing == "refuse":
                 raise ValueError(
@@ -129,7 +172,11 @@ class Preparation:
         """Name the columns with missing values."""
         count = len(self.numbers)
         gaps = [*np.isnan(read[:, :count]).sum(0), *(read[:, count:] == 0).sum(0)]
-        told = [f"{n!r} ({int(gap)} of {len(read)})" for n, gap in zip([*self.numbers, *self.words], gaps) if gap]
+        told = [
+            f"{n!r} ({int(gap)} of {len(read)})"
+            for n, gap in zip([*self.numbers, *self.words], gaps)
+            if gap
+        ]
         if told:
             raise ValueError(
                 f"Input X contains NaN: values are missing in column {', '.join(told[:5])}"
@@ -140,7 +187,9 @@ class Preparation:
         """Learn scales from training rows (N, d + c), as `read` gives them."""
         count = len(self.numbers)
         if count:
-            self.steps = scaler(self.scaling, self.missing, len(read), seed).fit(read[:, :count])
+            self.steps = scaler(self.scaling, self.missing, len(read), seed).fit(
+                read[:, :count]
+            )
 
     @property
     def width(self) -> int:
@@ -163,7 +212,10 @@ class Preparation:
             "words": [list(map(str, words)) for words in self.words.values()],
         }  # fmt: skip
         if (one := steps.get("simpleimputer")) is not None:
-            facts |= {"fill": one.statistics_.tolist(), "gaps": one.indicator_.features_.tolist()}
+            facts |= {
+                "fill": one.statistics_.tolist(),
+                "gaps": one.indicator_.features_.tolist(),
+            }
         if (one := steps.get("quantiletransformer")) is not None:
             facts |= {"quantiles": one.quantiles_.tolist()}
         if (one := steps.get("standardscaler")) is not None:
@@ -174,7 +226,10 @@ class Preparation:
     def from_dict(cls, facts: dict[str, Any]) -> Self:
         """What `to_dict` wrote down. Steps are fitted to rows that give them their shapes, then get their numbers."""
         names = list(facts["names"])
-        words = {names[j]: list(known) for j, known in zip(facts["categories"], facts["words"], strict=True)}
+        words = {
+            names[j]: list(known)
+            for j, known in zip(facts["categories"], facts["words"], strict=True)
+        }
         made = cls(facts["missing"], facts["scaling"], names, words)
         if not made.numbers:
             return made
@@ -197,7 +252,11 @@ class Preparation:
 
 
 def _columns(X: Any) -> list[Any]:
-    return list(X.T) if isinstance(X, np.ndarray) else [X[name] for name in getattr(X, "columns", X)]
+    return (
+        list(X.T)
+        if isinstance(X, np.ndarray)
+        else [X[name] for name in getattr(X, "columns", X)]
+    )
 
 
 def _numbers(name: str, column: Any) -> np.ndarray:
@@ -206,16 +265,27 @@ def _numbers(name: str, column: Any) -> np.ndarray:
     if values.dtype.kind in "OUST":
         words = _words(column)
         try:
-            values = np.array([np.nan if word is None else float(word) for word in words])
+            values = np.array(
+                [np.nan if word is None else float(word) for word in words]
+            )
         except (TypeError, ValueError):
-            first = next((word for word in words if word is not None and not isinstance(word, Real)), None)
+            first = next(
+                (
+                    word
+                    for word in words
+                    if word is not None and not isinstance(word, Real)
+                ),
+                None,
+            )
             raise ValueError(
                 f"Column {name!r} must hold numbers, got {brief(first)}. "
                 f"Name it in categorical_features if it holds categories."
             ) from None
     values = values.astype(np.float64)
     if np.isinf(values).any():
-        raise ValueError(f"Input X contains infinity in column {name!r}: clip it, or mark it as missing.")
+        raise ValueError(
+            f"Input X contains infinity in column {name!r}: clip it, or mark it as missing."
+        )
     return values
 
 
@@ -226,7 +296,9 @@ def _known(name: str, words: np.ndarray) -> list[Any]:
         return sorted(found) or [""]
     except TypeError as error:
         kinds = ", ".join(sorted({type(word).__name__ for word in found}))
-        raise TypeError(f"Column {name!r} holds categories of several types: {kinds}.") from error
+        raise TypeError(
+            f"Column {name!r} holds categories of several types: {kinds}."
+        ) from error
 
 
 def _holds_words(name: str, column: Any) -> bool:
@@ -240,13 +312,19 @@ def _holds_words(name: str, column: Any) -> bool:
         )
     if values.dtype.kind != "O":
         return values.dtype.kind in "USTb"
-    return not all(word is None or (isinstance(word, Real) and not isinstance(word, bool)) for word in _words(column))
+    return not all(
+        word is None or (isinstance(word, Real) and not isinstance(word, bool))
+        for word in _words(column)
+    )
 
 
 def _words(column: Any) -> np.ndarray:
     """Values as objects, with None for everything that says "missing"."""
     gone = ("NAType", "NaTType")
-    words = [None if v is None or type(v).__name__ in gone or v != v else v for v in np.asarray(column).tolist()]
+    words = [
+        None if v is None or type(v).__name__ in gone or v != v else v
+        for v in np.asarray(column).tolist()
+    ]
     out = np.empty(len(words), dtype=object)
     out[:] = words
     return out
@@ -258,9 +336,15 @@ def scaler(scaling: Scaling, missing: Missing, rows: int, seed: int) -> Any:
     "quantile" maps each column to a normal distribution by its ranks, then to mean 0 and standard deviation 1, which
     keeps columns of two values from going to the ends of the normal; as many quantiles as TabM's preparation has.
     """
-    steps: list[Any] = [SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)]
+    steps: list[Any] = [
+        SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
+    ]
     if scaling == "quantile":
         quantiles = min(rows, max(10, min(1000, rows // 30)))
-        steps.append(QuantileTransformer(n_quantiles=quantiles, output_distribution="normal", random_state=seed))
+        steps.append(
+            QuantileTransformer(
+                n_quantiles=quantiles, output_distribution="normal", random_state=seed
+            )
+        )
     steps.append(FunctionTransformer() if scaling == "none" else StandardScaler())
     return make_pipeline(*(steps if missing == "impute" else steps[1:]))

@@ -57,7 +57,9 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         (2, 3)
     """
 
-    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
+    def partial_fit(
+        self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None
+    ) -> Self:
         """One epoch over these rows; the first call learns columns and scales, and needs all `classes`."""
         return self._partial_fit(X, y, sample_weight, classes)
 
@@ -86,11 +88,15 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
             known = np.unique(labels)
         except TypeError:
             kinds = sorted({type(label).__name__ for label in labels.tolist()})
-            raise ValueError(f"Labels must be of one type, got {', '.join(kinds)}; rows without one must go.") from None
+            raise ValueError(
+                f"Labels must be of one type, got {', '.join(kinds)}; rows without one must go."
+            ) from None
         self.classes_ = known if classes is None else np.unique(classes)
         counting = len(np.unique(labels[weight > 0]))
         if len(self.classes_) < 2 or (counting < 2 and classes is None):
-            raise ValueError(f"Labels of at least two classes are needed, got {counting} class.")
+            raise ValueError(
+                f"Labels of at least two classes are needed, got {counting} class."
+            )
         return self._code_targets(labels)
 
     def _code_targets(self, y: Any) -> np.ndarray:
@@ -106,13 +112,17 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
     def _meaning(self) -> tuple[LikelihoodName, float | torch.Tensor]:
         return "categorical", 0.0
 
-    def _network(self, numbers: int, sizes: tuple[int, ...]) -> tuple[nn.Module, nn.Module]:
+    def _network(
+        self, numbers: int, sizes: tuple[int, ...]
+    ) -> tuple[nn.Module, nn.Module]:
         network = build(self.module, numbers, sizes, len(self.classes_))
         return network, network
 
     def _strata(self, y: np.ndarray, held: int) -> np.ndarray | None:
         counts = np.bincount(y, minlength=len(self.classes_))
-        return y if counts[counts > 0].min() > 1 and held >= len(self.classes_) else None
+        return (
+            y if counts[counts > 0].min() > 1 and held >= len(self.classes_) else None
+        )
 
 
 @dataclass(eq=False, repr=False)
@@ -147,15 +157,23 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """Means (N,) or (N, T) and, if asked, standard deviations, with noise and doubt about the weights."""
         found = self._in_units(self._predict(X, keep=False))
-        return (self._shaped(found.mean), self._shaped(found.std)) if return_std else self._shaped(found.mean)
+        return (
+            (self._shaped(found.mean), self._shaped(found.std))
+            if return_std
+            else self._shaped(found.mean)
+        )
 
-    def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
+    def predict_interval(
+        self, X: Any, level: float = 0.9
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Lower and upper ends of central intervals that hold a new target with this probability."""
         low, high = self.prediction(X).interval(level)
         return self._shaped(low), self._shaped(high)
 
     def _in_units(self, found: Prediction) -> Prediction:
-        return found.rescaled(torch.as_tensor(self.y_mean_), torch.as_tensor(self.y_std_))
+        return found.rescaled(
+            torch.as_tensor(self.y_mean_), torch.as_tensor(self.y_std_)
+        )
 
     def _shaped(self, values: torch.Tensor) -> np.ndarray:
         return (values if self._many else values[:, 0]).cpu().double().numpy()
@@ -164,9 +182,13 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         targets = self._checked(y)
         self._many = targets.ndim == 2
         rows = targets.reshape(len(targets), -1)
-        counted = join_equal_rows(rows[weight > 0], rows[weight > 0][:, :0], weight[weight > 0])
+        counted = join_equal_rows(
+            rows[weight > 0], rows[weight > 0][:, :0], weight[weight > 0]
+        )
         self.y_mean_ = np.average(counted.x, axis=0, weights=counted.weight)
-        std = np.sqrt(np.average((counted.x - self.y_mean_) ** 2, axis=0, weights=counted.weight))
+        std = np.sqrt(
+            np.average((counted.x - self.y_mean_) ** 2, axis=0, weights=counted.weight)
+        )
         self.y_std_ = np.where(std > 0, std, 1.0)
         return self._code_targets(targets)
 
@@ -174,23 +196,39 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         targets = self._checked(y)
         rows = targets.reshape(len(targets), -1)
         if (targets.ndim == 2) != self._many or rows.shape[1] != len(self.y_mean_):
-            raise ValueError(f"y must have {len(self.y_mean_)} targets, as in training, got shape {targets.shape}.")
+            raise ValueError(
+                f"y must have {len(self.y_mean_)} targets, as in training, got shape {targets.shape}."
+            )
         return cast(np.ndarray, (rows - self.y_mean_) / self.y_std_)
 
     @staticmethod
     def _checked(y: Any) -> np.ndarray:
-        return cast(np.ndarray, check_array(y, ensure_2d=False, dtype=np.float64, input_name="y"))
+        return cast(
+            np.ndarray,
+            check_array(y, ensure_2d=False, dtype=np.float64, input_name="y"),
+        )
 
-    def _network(self, numbers: int, sizes: tuple[int, ...]) -> tuple[nn.Module, nn.Module]:
+    def _network(
+        self, numbers: int, sizes: tuple[int, ...]
+    ) -> tuple[nn.Module, nn.Module]:
         targets, noise = len(self.y_mean_), cast(Noise, self.noise)
-        if noise not in ("heteroscedastic", "learned") and not (isinstance(noise, Real) and noise > 0):
+        if noise not in ("heteroscedastic", "learned") and not (
+            isinstance(noise, Real) and noise > 0
+        ):
             wanted = "'heteroscedastic', 'learned' or a positive standard deviation"
             raise ValueError(f"noise must be {wanted}, got {noise!r}.")
-        network = build(self.module, numbers, sizes, targets * (2 if noise == "heteroscedastic" else 1))
+        network = build(
+            self.module,
+            numbers,
+            sizes,
+            targets * (2 if noise == "heteroscedastic" else 1),
+        )
         return WithNoise(network, targets, noise), network
 
     def _meaning(self) -> tuple[LikelihoodName, float | torch.Tensor]:
-        network = cast(WithNoise, self.network_)  # as fitted: `set_params` changes the next fit, not this one
+        network = cast(
+            WithNoise, self.network_
+        )  # as fitted: `set_params` changes the next fit, not this one
         if isinstance(network.noise, str):
             return "heteroscedastic_gaussian", 1.0
         return "gaussian", torch.as_tensor(network.noise / self.y_std_)

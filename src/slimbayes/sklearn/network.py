@@ -24,18 +24,26 @@ from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
 Module = nn.Module | Callable[[int, int], nn.Module] | Sequence[int] | None
 
 
-def build(module: Module, numbers: int, sizes: Sequence[int], outputs: int) -> nn.Module:
+def build(
+    module: Module, numbers: int, sizes: Sequence[int], outputs: int
+) -> nn.Module:
     """A new network of so many outputs: a copy of a module, what a function gives, or dense layers of these widths."""
     if isinstance(module, nn.Module):
         return _checked(copy.deepcopy(module), numbers + len(sizes), outputs)
     if callable(module):
         made: Any = module(numbers + len(sizes), outputs)
         if not isinstance(made, nn.Module):
-            raise TypeError(f"module(inputs, outputs) must give a torch.nn.Module, got {type(made).__name__}.")
+            raise TypeError(
+                f"module(inputs, outputs) must give a torch.nn.Module, got {type(made).__name__}."
+            )
         return _checked(made, numbers + len(sizes), outputs)
     widths = (128, 128) if module is None else module
-    if isinstance(widths, str) or not all(isinstance(width, int) and width > 0 for width in widths):
-        raise ValueError(f"module must be a torch.nn.Module, a function that builds one or widths, got {module!r}.")
+    if isinstance(widths, str) or not all(
+        isinstance(width, int) and width > 0 for width in widths
+    ):
+        raise ValueError(
+            f"module must be a torch.nn.Module, a function that builds one or widths, got {module!r}."
+        )
     return table_net(numbers, sizes, outputs, widths)
 
 
@@ -45,14 +53,18 @@ def _checked(network: nn.Module, inputs: int, outputs: int) -> nn.Module:
     like = next(network.parameters(), torch.zeros(()))
     training = network.training
     try:
-        found: Any = network.eval()(torch.zeros(1, inputs, dtype=like.dtype, device=like.device))
+        found: Any = network.eval()(
+            torch.zeros(1, inputs, dtype=like.dtype, device=like.device)
+        )
     except RuntimeError:  # of other inputs: the pass over the rows says which
         return network
     finally:
         network.train(training)
     shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
     if shape != (1, outputs):
-        raise ValueError(f"module must give {outputs} outputs for each row, (1, {outputs}) for one, got {shape}.")
+        raise ValueError(
+            f"module must give {outputs} outputs for each row, (1, {outputs}) for one, got {shape}."
+        )
     return network
 
 
@@ -89,7 +101,9 @@ def default_method(ours: bool) -> Rank1 | dict[str, Config]:
     Chosen by held-out likelihood on four small sets (benchmarks/tables.py --choose).
     """
     start, prior = Normal(1.0, 0.5), Normal(1.0, 0.3)
-    factors = Rank1(members=8, mean_init=start, prior=prior, scale_init=dropout_scale(0.05))
+    factors = Rank1(
+        members=8, mean_init=start, prior=prior, scale_init=dropout_scale(0.05)
+    )
     return {"dense.*": factors, "head": Ensemble(members=8)} if ours else factors
 
 
@@ -102,7 +116,12 @@ def batch_size(rows: int) -> int:
     return min(256, max(32, 2 ** round(math.log2(rows / 30))))
 
 
-def log_likelihood(likelihood: LikelihoodName, outputs: Tensor, target: Tensor, scale: float | Tensor = 0.0) -> Tensor:
+def log_likelihood(
+    likelihood: LikelihoodName,
+    outputs: Tensor,
+    target: Tensor,
+    scale: float | Tensor = 0.0,
+) -> Tensor:
     """Log-likelihood of every row under every draw, which the likelihoods' own means leave no room to weigh.
 
     Shape: outputs (S, B, C), (S, B, T) or (S, B, T, 2), target (B,) or (B, T); returns (S, B).
@@ -110,4 +129,6 @@ def log_likelihood(likelihood: LikelihoodName, outputs: Tensor, target: Tensor, 
     first, second = LIKELIHOODS[likelihood].predictive(outputs, scale, None)
     if LIKELIHOODS[likelihood].discrete:
         return log_at(first, target)
-    return -0.5 * ((target - first).square() / second + second.log() + math.log(2 * math.pi)).sum(-1)
+    return -0.5 * (
+        (target - first).square() / second + second.log() + math.log(2 * math.pi)
+    ).sum(-1)

@@ -19,7 +19,9 @@ from slimbayes.errors import SlimbayesWarning
 
 # Nats that a datum can tell: 7 of one in 1,000 classes, 5 of a target between its noise's floor and ceiling.
 _MOST = 10.0
-_warned: WeakSet[nn.Module] = WeakSet()  # models whose KL was said to dwarf the likelihood
+_warned: WeakSet[nn.Module] = (
+    WeakSet()
+)  # models whose KL was said to dwarf the likelihood
 
 
 class ELBO(NamedTuple):
@@ -70,23 +72,41 @@ def elbo(
         True
     """
     if not isinstance(nll, Tensor) or nll.numel() != 1:
-        got = f"shape {tuple(nll.shape)}" if isinstance(nll, Tensor) else type(nll).__name__
-        raise ValueError(f"nll must be a tensor of one number, the mean over the batch, got {got}: use nll.mean().")
+        got = (
+            f"shape {tuple(nll.shape)}"
+            if isinstance(nll, Tensor)
+            else type(nll).__name__
+        )
+        raise ValueError(
+            f"nll must be a tensor of one number, the mean over the batch, got {got}: use nll.mean()."
+        )
     every = posteriors_of(model)
     if not every and not any("_slimbayes" in m.__dict__ for m in model.modules()):
-        raise ValueError(f"This {type(model).__name__} has not been converted, so it has no KL: see bayesianize.")
+        raise ValueError(
+            f"This {type(model).__name__} has not been converted, so it has no KL: see bayesianize."
+        )
     if not hasattr(num_data, "__float__") or not 0 < num_data < math.inf:
-        raise ValueError(f"num_data must be the size of the training set, at least 1, got {num_data!r}.")
+        raise ValueError(
+            f"num_data must be the size of the training set, at least 1, got {num_data!r}."
+        )
     if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"micro_batches must be a whole number of at least 1, got {micro_batches!r}.")
+        raise ValueError(
+            f"micro_batches must be a whole number of at least 1, got {micro_batches!r}."
+        )
     if not isinstance(kl_weight, Tensor) and not 0 <= kl_weight < math.inf:
-        raise ValueError(f"kl_weight must be a number from 0 on, 1 for the whole KL, got {kl_weight!r}.")
+        raise ValueError(
+            f"kl_weight must be a number from 0 on, 1 for the whole KL, got {kl_weight!r}."
+        )
     if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature must be positive, 1 for Bayes' rule, got {temperature!r}.")
+        raise ValueError(
+            f"temperature must be positive, 1 for Bayes' rule, got {temperature!r}."
+        )
     divergence = _kl(model, every) / (num_data * micro_batches)
     weighed = temperature * kl_weight * divergence
     loss = nll + weighed
-    if loss.device.type == "cpu" and not torch.compiler.is_compiling():  # on a GPU this would stall every step
+    if (
+        loss.device.type == "cpu" and not torch.compiler.is_compiling()
+    ):  # on a GPU this would stall every step
         if not math.isfinite(loss.item()):
             check_finite(model)
         elif model not in _warned:
@@ -185,10 +205,15 @@ def check_finite(model: nn.Module) -> None:
     for _, tensor, masks in numbers:
         # infinite where a mask has a NaN
         looked_at = (~tensor.isnan().any()).float().reciprocal() if masks else tensor
-        alike.setdefault((tensor.device, hasattr(tensor, "full_tensor")), []).append(looked_at)
+        alike.setdefault((tensor.device, hasattr(tensor, "full_tensor")), []).append(
+            looked_at
+        )
     # One number is read for each device, not one for each parameter. A norm may overflow by itself: it only raises the
     # question.
-    if all(bool(_whole(torch.stack(torch._foreach_norm(same)).isfinite().all())) for same in alike.values()):
+    if all(
+        bool(_whole(torch.stack(torch._foreach_norm(same)).isfinite().all()))
+        for same in alike.values()
+    ):
         return
     for name, tensor, masks in numbers:
         bad = int(_whole((tensor.isnan() if masks else ~tensor.isfinite()).sum()))
@@ -202,9 +227,18 @@ def check_finite(model: nn.Module) -> None:
 
 def _numbers(model: nn.Module) -> list[tuple[str, Tensor, bool]]:
     """All parameters and buffers of floating type, by name, and whether infinities may stand in them."""
-    every: list[tuple[str, Tensor, bool]] = [(name, p, False) for name, p in model.named_parameters()]
-    every += [(name, b, not name.rpartition(".")[2].startswith("running_")) for name, b in model.named_buffers()]
-    return [(n, t, masks) for n, t, masks in every if t.is_floating_point() and not t.is_meta and t.numel()]
+    every: list[tuple[str, Tensor, bool]] = [
+        (name, p, False) for name, p in model.named_parameters()
+    ]
+    every += [
+        (name, b, not name.rpartition(".")[2].startswith("running_"))
+        for name, b in model.named_buffers()
+    ]
+    return [
+        (n, t, masks)
+        for n, t, masks in every
+        if t.is_floating_point() and not t.is_meta and t.numel()
+    ]
 
 
 def _owner(model: nn.Module, name: str) -> tuple[str, str]:

@@ -61,7 +61,9 @@ def _class_score(logits: Tensor, scale: float) -> Tensor:
     return torch.zeros_like(probs).scatter(-1, drawn, 1.0) - probs
 
 
-def _diagonal(root: Callable[[Tensor, float], Tensor]) -> Callable[[Tensor, float], Iterator[Tensor]]:
+def _diagonal(
+    root: Callable[[Tensor, float], Tensor],
+) -> Callable[[Tensor, float], Iterator[Tensor]]:
     """Roots of information that is a diagonal with these square roots."""
 
     def roots(outputs: Tensor, scale: float) -> Iterator[Tensor]:
@@ -87,5 +89,8 @@ BINARY = Fisher(
     _diagonal(lambda logits, scale: (logits.sigmoid() * (1 - logits.sigmoid())).sqrt()),
     lambda logits, scale: torch.bernoulli(logits.sigmoid()) - logits.sigmoid(),
 )
-MEANS = Fisher(_diagonal(lambda f, scale: torch.ones_like(f) / scale), lambda f, scale: torch.randn_like(f) / scale)
+MEANS = Fisher(
+    _diagonal(lambda f, scale: torch.ones_like(f) / scale),
+    lambda f, scale: torch.randn_like(f) / scale,
+)
 MEANS_AND_SCALES = Fisher(_diagonal(_noise_root), _noise_score)

@@ -28,7 +28,11 @@ def noise_scale(raw: Tensor, spread: float | Tensor = 1.0) -> Tensor:
         tensor([0.0600, 0.4195, 6.0003])
     """
     # written out in graphs that are exported: onnxruntime has no softplus of float64
-    out = raw.relu() + torch.log1p((-raw.abs()).exp()) if is_exporting() else F.softplus(raw)
+    out = (
+        raw.relu() + torch.log1p((-raw.abs()).exp())
+        if is_exporting()
+        else F.softplus(raw)
+    )
     wide = MOST_NOISE * torch.tanh(UNIT_NOISE * out / MOST_NOISE)
     return spread * (LEAST_NOISE**2 + wide.square()).sqrt()
 
@@ -37,7 +41,9 @@ def noise_slope(outputs: Tensor, spread: float = 1.0) -> tuple[Tensor, Tensor]:
     """d noise / d raw, and the noise scale."""
     raw, noise = outputs[..., 1], noise_scale(outputs[..., 1], spread)
     wide = torch.tanh(UNIT_NOISE * F.softplus(raw) / MOST_NOISE)
-    return spread**2 * MOST_NOISE * wide / noise * UNIT_NOISE * (1 - wide.square()) * raw.sigmoid(), noise
+    return spread**2 * MOST_NOISE * wide / noise * UNIT_NOISE * (
+        1 - wide.square()
+    ) * raw.sigmoid(), noise
 
 
 def noise_unit(scale: float | Tensor) -> float | Tensor:
@@ -60,7 +66,9 @@ def check_spread(target: Tensor, spread: Tensor) -> None:
     """
     if len(target) < 32:
         return
-    deviations = target.double().std(0)  # of each target by itself: several may be in different units
+    deviations = target.double().std(
+        0
+    )  # of each target by itself: several may be in different units
     each = torch.broadcast_to(spread.to(deviations), target.shape).mean(0)
     odd = ~((0.1 * each < deviations) & (deviations < 10 * each))
     if bool(odd.any()):

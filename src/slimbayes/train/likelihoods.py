@@ -40,7 +40,11 @@ from slimbayes.train.targets import (
 
 
 def categorical(
-    logits: Tensor, target: Tensor, form: Form = "average", class_dim: int = -1, ignore_index: int = -100
+    logits: Tensor,
+    target: Tensor,
+    form: Form = "average",
+    class_dim: int = -1,
+    ignore_index: int = -100,
 ) -> Tensor:
     """Mean negative log-likelihood of class labels under S draws of logits.
 
@@ -55,7 +59,12 @@ def categorical(
     check_classes(logits, class_dim)
     logits = logits if class_dim == -1 else logits.movedim(class_dim, -1)
     soft = is_floating(target)
-    check_shape(logits, target, logits.shape[1:] if soft and target.dim() > 1 else logits.shape[1:-1], form)
+    check_shape(
+        logits,
+        target,
+        logits.shape[1:] if soft and target.dim() > 1 else logits.shape[1:-1],
+        form,
+    )
     if can_read_values(target) or (soft and target.dim() == 1):
         check_classes_of(target, logits.shape[-1], ignore_index)
     if form == "logits":
@@ -92,15 +101,25 @@ def bernoulli(logits: Tensor, target: Tensor, form: Form = "average") -> Tensor:
     if form == "logits":
         logits, form = logits.mean(0, keepdim=True), "average"
     yes, no = F.logsigmoid(logits), F.logsigmoid(-logits)
-    if form in ("probs", "mixture"):  # Eq. 12 is Eq. 14, as for classes; the expected log of the mixture
+    if form in (
+        "probs",
+        "mixture",
+    ):  # Eq. 12 is Eq. 14, as for classes; the expected log of the mixture
         yes, no, form = _log_mean(yes)[None], _log_mean(no)[None], "average"
     target = target.to(logits.dtype)
     return _combine(
-        torch.where(target == 1, yes, torch.where(target == 0, no, target * yes + (1 - target) * no)), form
+        torch.where(
+            target == 1,
+            yes,
+            torch.where(target == 0, no, target * yes + (1 - target) * no),
+        ),
+        form,
     ).mean()
 
 
-def gaussian(mean: Tensor, target: Tensor, scale: float | Tensor = 1.0, form: Form = "average") -> Tensor:
+def gaussian(
+    mean: Tensor, target: Tensor, scale: float | Tensor = 1.0, form: Form = "average"
+) -> Tensor:
     """Mean negative log-likelihood of real targets with known or shared noise under S draws of means.
 
     Shape: mean (S, B, ...), target (B, ...), scale a float or a tensor that broadcasts against target; returns a
@@ -140,7 +159,11 @@ def heteroscedastic_gaussian(
         output, form = output.mean(0, keepdim=True), "average"
     mean, noise = output[..., 0], noise_scale(output[..., 1], spread)
     if form == "probs":
-        mean, noise, form = mean.mean(0, keepdim=True), noise.square().mean(0, keepdim=True).sqrt(), "average"
+        mean, noise, form = (
+            mean.mean(0, keepdim=True),
+            noise.square().mean(0, keepdim=True).sqrt(),
+            "average",
+        )
     return _gaussian(mean, target, noise, form)
 
 
@@ -148,7 +171,11 @@ def _gaussian(mean: Tensor, target: Tensor, scale: Tensor, form: str) -> Tensor:
     check_shape(mean, target, mean.shape[1:], form)
     if can_read_values(target):
         check_real(target)
-    logp = -0.5 * ((target - mean) / scale) ** 2 - scale.log() - 0.5 * math.log(2 * math.pi)
+    logp = (
+        -0.5 * ((target - mean) / scale) ** 2
+        - scale.log()
+        - 0.5 * math.log(2 * math.pi)
+    )
     return _combine(logp.flatten(2).sum(-1) if logp.dim() > 2 else logp, form).mean()
 
 
@@ -167,7 +194,9 @@ def _log_mean(logp: Tensor) -> Tensor:
 
 def entropy(logs: Tensor) -> Tensor:
     """Entropy in nats of the probabilities whose logs are the last dimension: (..., C) to (...)."""
-    surprise = -logs.clamp_min(torch.finfo(logs.dtype).min)  # finite, as zero times infinity is nan
+    surprise = -logs.clamp_min(
+        torch.finfo(logs.dtype).min
+    )  # finite, as zero times infinity is nan
     return (logs.exp() * surprise).sum(-1)
 
 
@@ -175,7 +204,9 @@ def entropy(logs: Tensor) -> Tensor:
 # noise variances.
 
 
-def _classes(outputs: Tensor, scale: float | Tensor, class_dim: int | None) -> tuple[Tensor, Tensor]:
+def _classes(
+    outputs: Tensor, scale: float | Tensor, class_dim: int | None
+) -> tuple[Tensor, Tensor]:
     if class_dim is None and outputs.dim() > 4:
         raise ValueError(
             f"Outputs of shape {tuple(outputs.shape)} do not say where their classes are. "
@@ -187,20 +218,32 @@ def _classes(outputs: Tensor, scale: float | Tensor, class_dim: int | None) -> t
     return logs, entropy(logs)
 
 
-def _two_classes(outputs: Tensor, scale: float | Tensor, class_dim: int | None) -> tuple[Tensor, Tensor]:
-    logits = outputs.squeeze(-1) if outputs.dim() > 2 and outputs.shape[-1] == 1 else outputs
+def _two_classes(
+    outputs: Tensor, scale: float | Tensor, class_dim: int | None
+) -> tuple[Tensor, Tensor]:
+    logits = (
+        outputs.squeeze(-1) if outputs.dim() > 2 and outputs.shape[-1] == 1 else outputs
+    )
     logs = torch.stack([F.logsigmoid(-logits), F.logsigmoid(logits)], -1)
     return logs, entropy(logs)
 
 
-def _means(outputs: Tensor, scale: float | Tensor, class_dim: int | None) -> tuple[Tensor, Tensor]:
+def _means(
+    outputs: Tensor, scale: float | Tensor, class_dim: int | None
+) -> tuple[Tensor, Tensor]:
     variance = torch.as_tensor(scale**2, dtype=outputs.dtype, device=outputs.device)
-    return outputs, variance + torch.zeros_like(outputs)  # a copy_ that broadcasts is none in ONNX
+    return outputs, variance + torch.zeros_like(
+        outputs
+    )  # a copy_ that broadcasts is none in ONNX
 
 
-def _means_and_scales(outputs: Tensor, scale: float | Tensor, class_dim: int | None) -> tuple[Tensor, Tensor]:
+def _means_and_scales(
+    outputs: Tensor, scale: float | Tensor, class_dim: int | None
+) -> tuple[Tensor, Tensor]:
     check_two_outputs(outputs)
-    spread = torch.as_tensor(noise_unit(scale), dtype=outputs.dtype, device=outputs.device)
+    spread = torch.as_tensor(
+        noise_unit(scale), dtype=outputs.dtype, device=outputs.device
+    )
     return outputs[..., 0], noise_scale(outputs[..., 1], spread).square()
 
 
@@ -225,19 +268,36 @@ class Likelihood:
     learns_noise: bool = False
 
     def nll(
-        self, outputs: Tensor, target: Tensor, form: Form, scale: float | Tensor = 1.0, class_dim: int | None = None
+        self,
+        outputs: Tensor,
+        target: Tensor,
+        form: Form,
+        scale: float | Tensor = 1.0,
+        class_dim: int | None = None,
     ) -> Tensor:
         """Mean negative log-likelihood under S draws; what this likelihood does not take is left out."""
         options = {"scale": scale, "class_dim": -1 if class_dim is None else class_dim}
-        return self.function(outputs, target, form=form, **{k: v for k, v in options.items() if k == self.option})
+        return self.function(
+            outputs,
+            target,
+            form=form,
+            **{k: v for k, v in options.items() if k == self.option},
+        )
 
 
 LIKELIHOODS: dict[str, Likelihood] = {
-    "categorical": Likelihood(categorical, _classes, CLASSES, discrete=True, option="class_dim"),
+    "categorical": Likelihood(
+        categorical, _classes, CLASSES, discrete=True, option="class_dim"
+    ),
     "bernoulli": Likelihood(bernoulli, _two_classes, BINARY, discrete=True),
     "gaussian": Likelihood(gaussian, _means, MEANS, discrete=False, option="scale"),
     "heteroscedastic_gaussian": Likelihood(
-        heteroscedastic_gaussian, _means_and_scales, MEANS_AND_SCALES, False, option="scale", learns_noise=True
+        heteroscedastic_gaussian,
+        _means_and_scales,
+        MEANS_AND_SCALES,
+        False,
+        option="scale",
+        learns_noise=True,
     ),
 }
 

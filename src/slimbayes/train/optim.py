@@ -38,8 +38,15 @@ def described(model: nn.Module) -> list[Described]:
         return _described(model, modules)
     names = list(chain.from_iterable([m._parameters for m in modules]))
     parameters = list(chain.from_iterable([m._parameters.values() for m in modules]))
-    found: list[Any] = plan_once(posteriors_of(model), "described", list)  # penalties ask in every step
-    if found and found[0] == names and len(found[1]) == len(parameters) and all(map(is_, found[1], parameters)):
+    found: list[Any] = plan_once(
+        posteriors_of(model), "described", list
+    )  # penalties ask in every step
+    if (
+        found
+        and found[0] == names
+        and len(found[1]) == len(parameters)
+        and all(map(is_, found[1], parameters))
+    ):
         return found[2]
     found[:] = names, parameters, _described(model, modules)
     return found[2]
@@ -56,19 +63,27 @@ def _described(model: nn.Module, modules: list[nn.Module]) -> list[Described]:
         for site in layer.sites():
             q: Any = layer.posterior[site.name]
             own = [(site.parameter, q.regularises_mean, True)]
-            own += [(site.bias_parameter, q.regularises_bias, False)] if site.bias else []
+            own += (
+                [(site.bias_parameter, q.regularises_bias, False)] if site.bias else []
+            )
             for name, in_kl, weight in own:
                 owner, _, last = name.rpartition(".")
                 found = layer.get_submodule(owner)._parameters.get(last)
                 if found is None:
                     continue  # torch.nn.utils computes it from others, which keep their own decay
-                weight = weight if q.own_role == "component" else _is_weight(name, found)
+                weight = (
+                    weight if q.own_role == "component" else _is_weight(name, found)
+                )
                 at = id(found)
-                in_kl = in_kl or (at in known and known[at].in_kl)  # projections of attention share a bias
+                in_kl = in_kl or (
+                    at in known and known[at].in_kl
+                )  # projections of attention share a bias
                 known[at] = Described(name, found, False, q.own_role, in_kl, weight)
     every: list[Described] = []
     for name, p in model.named_parameters():
-        one = known.get(id(p)) or Described(name, p, False, "weight", False, _is_weight(name, p))
+        one = known.get(id(p)) or Described(
+            name, p, False, "weight", False, _is_weight(name, p)
+        )
         every.append(one if one.name == name else one._replace(name=name))
     return every
 
@@ -113,15 +128,23 @@ def param_groups(
         [(0.0002, 0.1), (0.0, 0.05)]
     """
     for factor in (posterior_lr_multiplier, scale_lr_multiplier):
-        if not 0 <= factor < math.inf:  # optimizers do not look at the rates of their groups
-            raise ValueError(f"A multiplier of learning rates must be a number from 0 on, got {factor!r}.")
+        if (
+            not 0 <= factor < math.inf
+        ):  # optimizers do not look at the rates of their groups
+            raise ValueError(
+                f"A multiplier of learning rates must be a number from 0 on, got {factor!r}."
+            )
     if lr is None and not posterior_lr_multiplier == scale_lr_multiplier == 1.0:
-        raise ValueError("param_groups needs lr= to apply a posterior_lr_multiplier or a scale_lr_multiplier.")
+        raise ValueError(
+            "param_groups needs lr= to apply a posterior_lr_multiplier or a scale_lr_multiplier."
+        )
     decay_of = _decays(model, weight_decay)
     groups: dict[_Group, list[nn.Parameter]] = {}
     for p in described(model):
         variational = p.role not in ("weight", "component")
-        undecayed = variational or p.in_kl  # a decay on top of the KL's would be a second prior
+        undecayed = (
+            variational or p.in_kl
+        )  # a decay on top of the KL's would be a second prior
         decay = 0.0 if undecayed else decay_of(p.name)
         part = ("shared" if p.role == "weight" else "patch") if apart else ""
         width = p.of_posterior and p.role == "scale" and scale_lr_multiplier != 1.0
@@ -129,7 +152,9 @@ def param_groups(
             group = _Group(p.of_posterior, variational, undecayed, decay, part, width)
             groups.setdefault(group, []).append(p.parameter)
     out = []
-    for group in sorted(groups, key=lambda g: g[:3]):  # in a fixed order: a checkpoint of an optimizer counts on it
+    for group in sorted(
+        groups, key=lambda g: g[:3]
+    ):  # in a fixed order: a checkpoint of an optimizer counts on it
         one: dict[str, Any] = {"params": groups[group], "weight_decay": group.decay}
         if lr is not None:
             faster = posterior_lr_multiplier if group.variational else 1.0
@@ -169,22 +194,40 @@ def _check_factors(factors: Mapping[str, float]) -> None:
     """Refuse factors of penalties that are none: optimizers do not look at those of their groups."""
     for name, factor in factors.items():
         if not 0 <= factor < math.inf:
-            raise ValueError(f"{name} is the factor of a penalty and must be a number from 0 on, got {factor!r}.")
+            raise ValueError(
+                f"{name} is the factor of a penalty and must be a number from 0 on, got {factor!r}."
+            )
 
 
-def _decays(model: nn.Module, weight_decay: float | Mapping[str, float]) -> Callable[[str], float]:
+def _decays(
+    model: nn.Module, weight_decay: float | Mapping[str, float]
+) -> Callable[[str], float]:
     """Weight decay by a parameter's name."""
-    _check_factors(weight_decay if isinstance(weight_decay, Mapping) else {"weight_decay": weight_decay})
+    _check_factors(
+        weight_decay
+        if isinstance(weight_decay, Mapping)
+        else {"weight_decay": weight_decay}
+    )
     if not isinstance(weight_decay, Mapping):
         return lambda name: weight_decay
     if unknown := set(weight_decay) - {"kernels", "biases", "norms"}:
-        raise ValueError(f"weight_decay knows kernels, biases and norms, got {sorted(unknown)}.")
-    norms = tuple(f"{n}." if n else "" for n, m in model.named_modules() if kind_of(m) == "norm")
+        raise ValueError(
+            f"weight_decay knows kernels, biases and norms, got {sorted(unknown)}."
+        )
+    norms = tuple(
+        f"{n}." if n else "" for n, m in model.named_modules() if kind_of(m) == "norm"
+    )
 
     def kind(name: str) -> str:
-        if name.startswith(norms):  # a posterior sits under its layer: components of a norm are norms too
+        if name.startswith(
+            norms
+        ):  # a posterior sits under its layer: components of a norm are norms too
             return "norms"
-        return "biases" if name.rsplit(".", 1)[-1].startswith("bias") or name.endswith("_bias") else "kernels"
+        return (
+            "biases"
+            if name.rsplit(".", 1)[-1].startswith("bias") or name.endswith("_bias")
+            else "kernels"
+        )
 
     return lambda name: weight_decay.get(kind(name), 0.0)
 
@@ -228,4 +271,8 @@ def l2(
         groups.setdefault(factor, []).append(p.parameter)
     # One sum for each factor: a network has hundreds of small parameters.
     terms = [factor * squared_norms(same) for factor, same in groups.items() if factor]
-    return sum(terms[1:], terms[0]) if terms else torch.zeros((), device=next(model.parameters()).device)
+    return (
+        sum(terms[1:], terms[0])
+        if terms
+        else torch.zeros((), device=next(model.parameters()).device)
+    )

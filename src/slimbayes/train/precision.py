@@ -37,8 +37,12 @@ class OutputPrecision(nn.Module):
 
     def __init__(self, shape: float = 1.0, mean: float = 1.0) -> None:
         super().__init__()
-        if not (shape > 0 and mean > 0 and math.isfinite(shape) and math.isfinite(mean)):
-            raise ValueError(f"OutputPrecision: shape and mean must be positive, got {shape!r} and {mean!r}.")
+        if not (
+            shape > 0 and mean > 0 and math.isfinite(shape) and math.isfinite(mean)
+        ):
+            raise ValueError(
+                f"OutputPrecision: shape and mean must be positive, got {shape!r} and {mean!r}."
+            )
         self.prior = (shape, shape / mean)
         self.log_shape = nn.Parameter(torch.tensor(math.log(shape)))
         self.log_rate = nn.Parameter(torch.tensor(math.log(shape / mean)))
@@ -50,15 +54,24 @@ class OutputPrecision(nn.Module):
         """
         if outputs.shape[1:] != target.shape:
             needed = tuple(outputs.shape[1:])
-            raise ValueError(f"A target of shape {needed} is needed for these outputs, got {tuple(target.shape)}.")
+            raise ValueError(
+                f"A target of shape {needed} is needed for these outputs, got {tuple(target.shape)}."
+            )
         shape, rate = self.log_shape.exp(), self.log_rate.exp()
         error = (outputs - target).square()
-        each = 0.5 * (shape / rate * error - torch.digamma(shape) + self.log_rate + math.log(2 * math.pi))
+        each = 0.5 * (
+            shape / rate * error
+            - torch.digamma(shape)
+            + self.log_rate
+            + math.log(2 * math.pi)
+        )
         return each.flatten(2).sum(-1).mean() if each.dim() > 2 else each.mean()
 
     def kl(self) -> Tensor:
         """KL(q(tau_out) || prior), to be added to the model's."""
-        q = Gamma(self.log_shape.exp(), self.log_rate.exp(), validate_args=False)  # to look would wait for a device
+        q = Gamma(
+            self.log_shape.exp(), self.log_rate.exp(), validate_args=False
+        )  # to look would wait for a device
         return kl_divergence(q, Gamma(*self.prior, validate_args=False))
 
     @property
@@ -72,7 +85,9 @@ class OutputPrecision(nn.Module):
         return self.precision.rsqrt()
 
 
-def shared_precision(model: nn.Module, shape: float = 1.0, tau: float = 1.0, rho: float | None = None) -> Tensor:
+def shared_precision(
+    model: nn.Module, shape: float = 1.0, tau: float = 1.0, rho: float | None = None
+) -> Tensor:
     """The prior terms of Eq. 6 for shared weights and biases, with precisions that are inferred for each of them: what
     `l2(model, shared_weights=tau / 2, shared_biases=rho / 2)` is for fixed ones. Divide it by the number of data.
 
@@ -89,6 +104,12 @@ def shared_precision(model: nn.Module, shape: float = 1.0, tau: float = 1.0, rho
     means = {True: tau, False: tau if rho is None else rho}
     shared = [p for p in described(model) if p.role == "weight" and not p.in_kl]
     terms = [
-        marginal_cost(widen(p.parameter).square().sum(), p.parameter.numel(), shape, means[p.is_weight]) for p in shared
+        marginal_cost(
+            widen(p.parameter).square().sum(),
+            p.parameter.numel(),
+            shape,
+            means[p.is_weight],
+        )
+        for p in shared
     ]
     return sum(terms, torch.zeros((), device=next(model.parameters()).device))

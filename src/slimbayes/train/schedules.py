@@ -35,7 +35,9 @@ def staircase(slope: float, every: int = 100) -> Schedule:
     (0.0, 0.005, 1.0)
     """
     if slope <= 0 or every < 1:
-        raise ValueError(f"staircase needs a positive slope and every >= 1, got slope={slope!r}, every={every!r}.")
+        raise ValueError(
+            f"staircase needs a positive slope and every >= 1, got slope={slope!r}, every={every!r}."
+        )
     return lambda step: min(1.0, slope * every * (step // every))
 
 
@@ -48,5 +50,7 @@ def alternating(every: int) -> Callable[[int], Literal["shared", "patch"]]:
     ['shared', 'shared', 'patch', 'patch', 'shared']
     """
     if every < 1:
-        raise ValueError(f"alternating needs phases of at least one step, got {every!r}.")
+        raise ValueError(
+            f"alternating needs phases of at least one step, got {every!r}."
+        )
     return lambda step: "patch" if step // every % 2 else "shared"

@@ -20,7 +20,10 @@ _LIKELIHOODS: tuple[str, ...] = get_args(LikelihoodName)
 
 
 def check_targets(
-    target: Any, likelihood: str = "categorical", classes: int | None = None, ignore_index: int | None = None
+    target: Any,
+    likelihood: str = "categorical",
+    classes: int | None = None,
+    ignore_index: int | None = None,
 ) -> None:
     """Refuse targets of a training set that a likelihood cannot take; call it once, before training.
 
@@ -37,11 +40,15 @@ def check_targets(
         ValueError: Targets must be class indices from 0 to 2, got 3 in row 2.
     """
     if likelihood not in _LIKELIHOODS:
-        raise ValueError(f"Unknown likelihood {likelihood!r}{did_you_mean(likelihood, _LIKELIHOODS)}")
+        raise ValueError(
+            f"Unknown likelihood {likelihood!r}{did_you_mean(likelihood, _LIKELIHOODS)}"
+        )
     values = torch.as_tensor(target)
     check_some(values)
     if likelihood == "categorical":
-        check_classes_of(values, classes if classes is not None else 2**62, ignore_index)
+        check_classes_of(
+            values, classes if classes is not None else 2**62, ignore_index
+        )
         values = values.argmax(-1) if values.is_floating_point() else values
     elif likelihood == "bernoulli":
         check_shares(values)
@@ -57,13 +64,17 @@ def check_targets(
 def can_read_values(target: Tensor) -> bool:
     """Whether values can be looked at without waiting for a device or breaking a graph."""
     func = torch._C._functorch.peek_interpreter_stack() is not None
-    return target.device.type == "cpu" and not func and not torch.compiler.is_compiling()
+    return (
+        target.device.type == "cpu" and not func and not torch.compiler.is_compiling()
+    )
 
 
 def is_floating(target: Any) -> bool:
     """Whether targets are of a floating type; refuses what is no tensor."""
     if not isinstance(target, Tensor):
-        raise TypeError(f"Targets must be a tensor, got {type(target).__name__}: use torch.as_tensor(target).")
+        raise TypeError(
+            f"Targets must be a tensor, got {type(target).__name__}: use torch.as_tensor(target)."
+        )
     return target.is_floating_point()
 
 
@@ -73,7 +84,9 @@ def check_shape(outputs: Tensor, target: Tensor, needed: torch.Size, form: str) 
     if target.shape != needed:
         bare = target.shape in (outputs.shape, outputs.shape[:-1])
         hint = (
-            " Outputs have draws in front, as `sample` gives them: use model(x)[None] for a bare call." if bare else ""
+            " Outputs have draws in front, as `sample` gives them: use model(x)[None] for a bare call."
+            if bare
+            else ""
         )
         raise ValueError(
             f"A target of shape {tuple(needed)} is needed for outputs of shape {tuple(outputs.shape)}, got "
@@ -110,12 +123,21 @@ def check_logits(logits: Tensor, class_dim: int = -1) -> None:
     Several rows that all sum to 1, none of them negative nor all of them zeros and ones, are no logits by chance.
     """
     near = 1e-4 if logits.dtype in (torch.float32, torch.float64) else 1e-2
-    lines = logits.detach() if class_dim == -1 else logits.detach().movedim(class_dim, -1)
+    lines = (
+        logits.detach() if class_dim == -1 else logits.detach().movedim(class_dim, -1)
+    )
     # One look is enough for most.
-    if not lines.numel() or not abs(float(lines[(0,) * (lines.dim() - 1)].sum()) - 1) < near:
+    if (
+        not lines.numel()
+        or not abs(float(lines[(0,) * (lines.dim() - 1)].sum()) - 1) < near
+    ):
         return
     rows = lines.flatten(0, -2)
-    if len(rows) > 1 and bool(((rows.sum(-1) - 1).abs() < near).all() & (rows >= 0).all() & (rows.frac() > 0).any()):
+    if len(rows) > 1 and bool(
+        ((rows.sum(-1) - 1).abs() < near).all()
+        & (rows >= 0).all()
+        & (rows.frac() > 0).any()
+    ):
         raise ValueError(
             "The outputs are probabilities already: each row sums to 1 and none is negative. A categorical likelihood "
             "takes logits: return what goes into the softmax, or the logarithms of the probabilities."
@@ -151,7 +173,9 @@ def scale_for(scale: float | Tensor, target: Tensor, outputs: Tensor) -> Tensor:
 def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     """Whether a tensor of one shape can be expanded to another."""
     spare = len(to) - len(shape)
-    return spare >= 0 and all(a in (1, b) for a, b in zip(shape, to[spare:], strict=True))
+    return spare >= 0 and all(
+        a in (1, b) for a, b in zip(shape, to[spare:], strict=True)
+    )
 
 
 def check_positive(name: str, values: Tensor, zero: bool = False) -> None:
@@ -159,19 +183,27 @@ def check_positive(name: str, values: Tensor, zero: bool = False) -> None:
     bad = ~((values >= 0 if zero else values > 0) & values.isfinite())
     if bool(bad.any()):
         what = "finite and not negative" if zero else "positive and finite"
-        raise ValueError(f"{name} is a standard deviation and must be {what}, got {values[bad].flatten()[0].item()!r}.")
+        raise ValueError(
+            f"{name} is a standard deviation and must be {what}, got {values[bad].flatten()[0].item()!r}."
+        )
 
 
 def check_some(target: Tensor) -> None:
     """Refuse no rows at all, whose mean is no number."""
     if target.numel() == 0:
-        raise ValueError(f"At least one target is needed, got shape {tuple(target.shape)}: the batch is empty.")
+        raise ValueError(
+            f"At least one target is needed, got shape {tuple(target.shape)}: the batch is empty."
+        )
 
 
 def check_classes_of(target: Tensor, classes: int, ignore_index: int | None) -> None:
     """Refuse what is neither class indices, of which `ignore_index` counts as one, nor class probabilities."""
     if target.is_floating_point() and target.dim() > 1:
-        _refuse((target < 0) | ~target.isfinite(), target, "probabilities of classes, or class indices (whole numbers)")
+        _refuse(
+            (target < 0) | ~target.isfinite(),
+            target,
+            "probabilities of classes, or class indices (whole numbers)",
+        )
         off = (target.sum(-1) - 1).abs()
         if bool((off > 0.05).any()):  # rounded to two digits, or to bfloat16, they do
             raise ValueError(
@@ -181,7 +213,11 @@ def check_classes_of(target: Tensor, classes: int, ignore_index: int | None) -> 
         return
     if target.dtype == torch.long and target.numel():  # one look is enough for most
         low, high = map(int, target.aminmax())
-        if low >= 0 and high < classes and not low <= (-1 if ignore_index is None else ignore_index) <= high:
+        if (
+            low >= 0
+            and high < classes
+            and not low <= (-1 if ignore_index is None else ignore_index) <= high
+        ):
             return
     check_labels(target, classes, ignore_index)
     if ignore_index is not None and bool((target == ignore_index).all()):
@@ -190,21 +226,33 @@ def check_classes_of(target: Tensor, classes: int, ignore_index: int | None) -> 
         )
 
 
-def check_labels(target: Tensor, classes: int | None, ignore_index: int | None = None) -> None:
+def check_labels(
+    target: Tensor, classes: int | None, ignore_index: int | None = None
+) -> None:
     """Refuse targets that are not class indices below `classes`, or with None not 0 or 1, of whatever type."""
     if classes is None:
         _refuse((target != 0) & (target != 1), target, "0 or 1")
         return
-    needed = f"class indices from 0 to {classes - 1}" if classes < 2**62 else "class indices from 0 on"
+    needed = (
+        f"class indices from 0 to {classes - 1}"
+        if classes < 2**62
+        else "class indices from 0 on"
+    )
     if target.is_floating_point():
-        raise ValueError(f"Targets must be {needed}, got dtype {target.dtype}: convert them with target.long().")
+        raise ValueError(
+            f"Targets must be {needed}, got dtype {target.dtype}: convert them with target.long()."
+        )
     bad = (target < 0) | (target >= classes)
-    _refuse(bad if ignore_index is None else bad & (target != ignore_index), target, needed)
+    _refuse(
+        bad if ignore_index is None else bad & (target != ignore_index), target, needed
+    )
 
 
 def check_shares(target: Tensor) -> None:
     """Refuse targets outside [0, 1]."""
-    _refuse(~((target >= 0) & (target <= 1)), target, "0, 1 or a probability between them")
+    _refuse(
+        ~((target >= 0) & (target <= 1)), target, "0, 1 or a probability between them"
+    )
 
 
 def check_real(target: Tensor) -> None:
@@ -220,6 +268,8 @@ def _refuse(bad: Tensor, target: Tensor, needed: str) -> None:
     value = target[bad][0].item()
     at = f", at {tuple(rest)}" if rest else ""
     hint = (
-        " Rows without a label must be left out, or given to categorical(..., ignore_index=)." if value == -100 else ""
+        " Rows without a label must be left out, or given to categorical(..., ignore_index=)."
+        if value == -100
+        else ""
     )
     raise ValueError(f"Targets must be {needed}, got {value!r} in row {row}{at}.{hint}")

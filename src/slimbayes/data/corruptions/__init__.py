@@ -87,7 +87,9 @@ _CIFAR: dict[str, tuple[Arguments, ...]] = {
     "saturate": ((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)),  # factor, offset
 }  # fmt: skip
 
-_LARGE = 244 / 224  # the reference multiplies elastic_transform's constants by 244 where images have 224 pixels; kept
+_LARGE = (
+    244 / 224
+)  # the reference multiplies elastic_transform's constants by 244 where images have 224 pixels; kept
 
 _IMAGENET: dict[str, tuple[Arguments, ...]] = {
     "gaussian_noise": _single(0.08, 0.12, 0.18, 0.26, 0.38),
@@ -120,14 +122,22 @@ _IMAGENET: dict[str, tuple[Arguments, ...]] = {
     "saturate": ((0.3, 0), (0.1, 0), (2, 0), (5, 0.1), (20, 0.2)),
 }  # fmt: skip
 
-STRENGTHS: dict[Style, dict[str, tuple[Arguments, ...]]] = {"cifar": _CIFAR, "imagenet": _IMAGENET}
+STRENGTHS: dict[Style, dict[str, tuple[Arguments, ...]]] = {
+    "cifar": _CIFAR,
+    "imagenet": _IMAGENET,
+}
 
 # --- corrupting ---
 
 _MADE = vars(effects) | vars(weather)
-_FUNCTIONS: dict[str, Callable[..., Tensor]] = {name: _MADE[name] for name in (*CORRUPTIONS, *EXTRA)}
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    name: _MADE[name] for name in (*CORRUPTIONS, *EXTRA)
+}
 # Number of channels, for those corruptions that know colours; the others take any.
-_GRAY, _COLOUR = ("snow", "brightness", "jpeg_compression"), ("frost", "spatter", "saturate")
+_GRAY, _COLOUR = (
+    ("snow", "brightness", "jpeg_compression"),
+    ("frost", "spatter", "saturate"),
+)
 _CHANNELS = dict.fromkeys(_GRAY, (1, 3)) | dict.fromkeys(_COLOUR, (3,))
 _SMALL = 64  # pixels: the longer side up to which images count as CIFAR's kind
 
@@ -170,37 +180,69 @@ def corrupt(
     if len(images) == 0:
         return images.clone()
     style = style or ("cifar" if max(images.shape[-2:]) <= _SMALL else "imagenet")
-    function = partial(_FUNCTIONS[name], folder=frost_folder) if name == "frost" else _FUNCTIONS[name]
-    x = images if images.dtype == torch.float64 else images.float()  # half precision cannot tell 256 levels apart
+    function = (
+        partial(_FUNCTIONS[name], folder=frost_folder)
+        if name == "frost"
+        else _FUNCTIONS[name]
+    )
+    x = (
+        images if images.dtype == torch.float64 else images.float()
+    )  # half precision cannot tell 256 levels apart
     with torch.autocast(images.device.type, enabled=False):
-        x = function(x, RandomNumbers(x, generator), *STRENGTHS[style][name][int(severity) - 1]).clamp(0, 1)
+        x = function(
+            x, RandomNumbers(x, generator), *STRENGTHS[style][name][int(severity) - 1]
+        ).clamp(0, 1)
     return (filters.truncate_levels(x) if quantize else x).to(images.dtype).contiguous()
 
 
 def _check_choice(name: str, severity: int, style: str | None) -> None:
     if name not in _FUNCTIONS:
-        raise ValueError(f"Unknown corruption {name!r}{did_you_mean(str(name), _FUNCTIONS)}")
+        raise ValueError(
+            f"Unknown corruption {name!r}{did_you_mean(str(name), _FUNCTIONS)}"
+        )
     if isinstance(severity, bool) or severity not in (1, 2, 3, 4, 5):
         raise ValueError(f"severity must be 1, 2, 3, 4 or 5, got {severity!r}.")
     if style is not None and style not in STRENGTHS:
-        raise ValueError(f"Unknown style {style!r}{did_you_mean(str(style), STRENGTHS)}")
+        raise ValueError(
+            f"Unknown style {style!r}{did_you_mean(str(style), STRENGTHS)}"
+        )
 
 
 def _check_images(images: Tensor, name: str) -> None:
     if not isinstance(images, Tensor):
-        raise TypeError(f"corrupt needs a tensor (B, C, H, W), got {type(images).__name__}.")
+        raise TypeError(
+            f"corrupt needs a tensor (B, C, H, W), got {type(images).__name__}."
+        )
     if not images.is_floating_point():
-        hint = "; bytes become that by images.float() / 255" if images.dtype == torch.uint8 else ""
-        raise TypeError(f"corrupt needs floating-point images in [0, 1], got {images.dtype}{hint}.")
+        hint = (
+            "; bytes become that by images.float() / 255"
+            if images.dtype == torch.uint8
+            else ""
+        )
+        raise TypeError(
+            f"corrupt needs floating-point images in [0, 1], got {images.dtype}{hint}."
+        )
     shape = tuple(images.shape)
     if len(shape) != 4 or 0 in shape[1:]:
-        raise ValueError(f"corrupt needs images (B, C, H, W), got shape {shape}; a single image needs [None].")
+        raise ValueError(
+            f"corrupt needs images (B, C, H, W), got shape {shape}; a single image needs [None]."
+        )
     channels = _CHANNELS.get(name, shape[1:2])
     if shape[1] not in channels:
-        hint = "; gray images become coloured by images.expand(-1, 3, -1, -1)" if shape[1] == 1 else ""
+        hint = (
+            "; gray images become coloured by images.expand(-1, 3, -1, -1)"
+            if shape[1] == 1
+            else ""
+        )
         wanted = " or ".join(map(str, channels))
-        raise ValueError(f"{name} needs images of {wanted} channels (B, C, H, W), got shape {shape}{hint}.")
+        raise ValueError(
+            f"{name} needs images of {wanted} channels (B, C, H, W), got shape {shape}{hint}."
+        )
     wrong = ~((images >= 0) & (images <= 1))  # written so that nan is wrong too
     if bool(wrong.any()):
-        advice = "bytes must be divided by 255, a normalisation undone and nan removed first"
-        raise ValueError(f"corrupt needs values in [0, 1], got {images[wrong][0].item()!r}; {advice}.")
+        advice = (
+            "bytes must be divided by 255, a normalisation undone and nan removed first"
+        )
+        raise ValueError(
+            f"corrupt needs values in [0, 1], got {images[wrong][0].item()!r}; {advice}."
+        )

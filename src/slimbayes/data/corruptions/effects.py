@@ -51,7 +51,9 @@ def disk(radius: float, alias: float) -> Tensor:
     reach, soft = (8, 1) if radius <= 8 else (math.floor(radius), 2)
     line = torch.arange(-reach, reach + 1, dtype=torch.float64, device="cpu")
     flat = ((line**2 + line.unsqueeze(1) ** 2) <= radius**2).double()
-    weights = torch.softmax(-0.5 * (torch.arange(-soft, soft + 1, device="cpu").double() / alias) ** 2, 0)
+    weights = torch.softmax(
+        -0.5 * (torch.arange(-soft, soft + 1, device="cpu").double() / alias) ** 2, 0
+    )
     kernel = filters.correlate(flat / flat.sum(), torch.outer(weights, weights))
     kept = min(math.floor(radius) + soft, reach)
     return kernel[reach - kept : reach + kept + 1, reach - kept : reach + kept + 1]
@@ -62,12 +64,16 @@ def defocus_blur(x: Tensor, draw: RandomNumbers, radius: float, alias: float) ->
     return filters.correlate(x, disk(radius, alias))
 
 
-def glass_blur(x: Tensor, draw: RandomNumbers, sigma: float, reach: float, rounds: float) -> Tensor:
+def glass_blur(
+    x: Tensor, draw: RandomNumbers, sigma: float, reach: float, rounds: float
+) -> Tensor:
     """Blur, let pixels take a near pixel's colour, blur."""
     x = filters.truncate_levels(filters.gaussian(x, sigma))  # the reference moves bytes
     batch, _, height, width = x.shape
     for _ in range(int(rounds)):
-        down, right = draw.integers(2, batch, height, width, low=-int(reach), high=int(reach))  # quirk: never +reach
+        down, right = draw.integers(
+            2, batch, height, width, low=-int(reach), high=int(reach)
+        )  # quirk: never +reach
         x = filters.take(x, moved(down, right, int(reach)))
     return filters.gaussian(x, sigma)
 
@@ -86,10 +92,19 @@ def moved(down: Tensor, right: Tensor, reach: int) -> Tensor:
     own = torch.arange(height * width, device=down.device).view(height, width)
     row, column = own // width, own % width
     # Quirk: rows and columns reach + 1 .. size - reach take part, so one more is left out at the start than at the end.
-    walked = (row > reach) & (row <= height - reach) & (column > reach) & (column <= width - reach)
+    walked = (
+        (row > reach)
+        & (row <= height - reach)
+        & (column > reach)
+        & (column <= width - reach)
+    )
     source = torch.where(walked, own + down * width + right, own).flatten(1)
-    done = walked.flatten()[source] & (source > own.flatten())  # the walk goes from large numbers to small ones
-    ahead = torch.where(done, source, own.flatten())  # the next pixel of the chain; itself at the end
+    done = walked.flatten()[source] & (
+        source > own.flatten()
+    )  # the walk goes from large numbers to small ones
+    ahead = torch.where(
+        done, source, own.flatten()
+    )  # the next pixel of the chain; itself at the end
     if reach > 1:  # with offsets of -1 and 0 alone no pixel looks back
         for _ in range(math.ceil(math.log2(height * width))):
             ahead = ahead.gather(1, ahead)
@@ -129,7 +144,12 @@ def saturate(x: Tensor, draw: RandomNumbers, factor: float, offset: float) -> Te
 
 
 def elastic_transform(
-    x: Tensor, draw: RandomNumbers, alpha: float, sigma: float, affine: float, factor: float
+    x: Tensor,
+    draw: RandomNumbers,
+    alpha: float,
+    sigma: float,
+    affine: float,
+    factor: float,
 ) -> Tensor:
     """A random affine map followed by a smooth random displacement.
 
@@ -140,7 +160,10 @@ def elastic_transform(
     offsets = draw.uniform(batch, 3, 2, low=-affine * size, high=affine * size)
     down, right = draw.uniform(2, batch, height, width, low=-1, high=1)
     x = warp_affine(x, offsets)
-    down, right = (filters.gaussian(f, sigma * size, "reflect", truncate=3.0) * alpha * size for f in (down, right))
+    down, right = (
+        filters.gaussian(f, sigma * size, "reflect", truncate=3.0) * alpha * size
+        for f in (down, right)
+    )
     rows, columns = _grid(x)
     return filters.bilinear(x, rows + down, columns + right, "reflect")
 
@@ -155,13 +178,26 @@ def warp_affine(x: Tensor, offsets: Tensor) -> Tensor:
     height, width = x.shape[-2:]
     side = min(height, width) // 3
     if side == 0:
-        raise ValueError(f"elastic_transform needs images of at least 3 x 3 pixels, got {height} x {width}.")
+        raise ValueError(
+            f"elastic_transform needs images of at least 3 x 3 pixels, got {height} x {width}."
+        )
     middle = x.new_tensor([height // 2, width // 2])
-    corners = x.new_tensor([[1, 1], [1, -1], [-1, -1]])  # from the middle, in units of `side`: keeps the system tame
+    corners = x.new_tensor(
+        [[1, 1], [1, -1], [-1, -1]]
+    )  # from the middle, in units of `side`: keeps the system tame
     moved = torch.cat([corners + offsets / side, torch.ones_like(offsets[..., :1])], 2)
-    back = torch.linalg.solve(moved, corners.expand(len(x), -1, -1))  # (moved x, moved y, 1) @ back = corner
+    back = torch.linalg.solve(
+        moved, corners.expand(len(x), -1, -1)
+    )  # (moved x, moved y, 1) @ back = corner
     rows, columns = _grid(x)
-    at = torch.stack([(columns - middle[0]) / side, (rows - middle[1]) / side, torch.ones_like(rows)], -1)
+    at = torch.stack(
+        [
+            (columns - middle[0]) / side,
+            (rows - middle[1]) / side,
+            torch.ones_like(rows),
+        ],
+        -1,
+    )
     # A sum instead of a product of matrices, which TF32 would round to a tenth of a pixel.
     there = (at.unsqueeze(-1) * back.view(-1, 1, 1, 3, 2)).sum(-2) * side + middle
     return filters.bilinear(x, there[..., 1], there[..., 0], "mirror")
@@ -179,9 +215,16 @@ def pixelate(x: Tensor, draw: RandomNumbers, factor: float) -> Tensor:
     """Shrink with a box filter and grow back, as Pillow does: bytes, columns before rows, rounded after each."""
     height, width = x.shape[-2:]
     pixels = filters.round_levels(x)
-    for size in (max(int(width * factor), 1), max(int(height * factor), 1), width, height):
+    for size in (
+        max(int(width * factor), 1),
+        max(int(height * factor), 1),
+        width,
+        height,
+    ):
         pixels = filters.mix_columns(pixels, box_matrix(pixels.shape[-1], size))
-        pixels = torch.floor(pixels + 0.5 + 1e-4).mT  # the slack keeps halves, which thirds in float32 just miss
+        pixels = torch.floor(
+            pixels + 0.5 + 1e-4
+        ).mT  # the slack keeps halves, which thirds in float32 just miss
     return pixels / 255
 
 
@@ -192,10 +235,16 @@ def box_matrix(size: int, target: int) -> Tensor:
     """
     scale = size / target
     wide = max(scale, 1.0)
-    centre = (torch.arange(target, dtype=torch.float64, device="cpu").unsqueeze(1) + 0.5) * scale
+    centre = (
+        torch.arange(target, dtype=torch.float64, device="cpu").unsqueeze(1) + 0.5
+    ) * scale
     pixel = torch.arange(size, dtype=torch.float64, device="cpu")
-    away = (pixel - centre + 0.5) * (1 / wide)  # in Pillow's order of operations, on which ties depend
-    window = (pixel >= (centre - wide / 2 + 0.5).floor()) & (pixel < (centre + wide / 2 + 0.5).floor())
+    away = (pixel - centre + 0.5) * (
+        1 / wide
+    )  # in Pillow's order of operations, on which ties depend
+    window = (pixel >= (centre - wide / 2 + 0.5).floor()) & (
+        pixel < (centre + wide / 2 + 0.5).floor()
+    )
     inside = ((away > -0.5) & (away <= 0.5) & window).double()
     return inside / inside.sum(1, keepdim=True)
 
@@ -210,6 +259,12 @@ def jpeg_compression(x: Tensor, draw: RandomNumbers, quality: float) -> Tensor:
     pixels = filters.round_levels(x).to("cpu", torch.uint8).permute(0, 2, 3, 1).numpy()
     for picture, result in zip(pixels, out):
         file = io.BytesIO()
-        image.fromarray(picture[..., 0] if x.shape[1] == 1 else picture).save(file, "JPEG", quality=int(quality))
-        result.copy_(torch.from_numpy(np.array(image.open(file))).view(*picture.shape).permute(2, 0, 1))
+        image.fromarray(picture[..., 0] if x.shape[1] == 1 else picture).save(
+            file, "JPEG", quality=int(quality)
+        )
+        result.copy_(
+            torch.from_numpy(np.array(image.open(file)))
+            .view(*picture.shape)
+            .permute(2, 0, 1)
+        )
     return out.to(x) / 255

@@ -24,21 +24,29 @@ class RandomNumbers:
 
     def normal(self, *shape: int, mean: float = 0.0, std: float = 1.0) -> Tensor:
         """Independent N(mean, std^2)."""
-        noise = torch.randn(shape, generator=self.generator, device=self._device, dtype=self.like.dtype)
+        noise = torch.randn(
+            shape, generator=self.generator, device=self._device, dtype=self.like.dtype
+        )
         return noise.to(self.like.device).mul_(std).add_(mean)
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
         """Independent U(low, high)."""
-        noise = torch.rand(shape, generator=self.generator, device=self._device, dtype=self.like.dtype)
+        noise = torch.rand(
+            shape, generator=self.generator, device=self._device, dtype=self.like.dtype
+        )
         return noise.to(self.like.device).mul_(high - low).add_(low)
 
     def integers(self, *shape: int, low: int, high: int) -> Tensor:
         """Independent integers low .. high - 1."""
-        return torch.randint(low, high, shape, generator=self.generator, device=self._device).to(self.like.device)
+        return torch.randint(
+            low, high, shape, generator=self.generator, device=self._device
+        ).to(self.like.device)
 
     def poisson(self, rate: Tensor) -> Tensor:
         """Independent Poisson counts."""
-        return torch.poisson(rate.to(self._device), generator=self.generator).to(self.like.device)
+        return torch.poisson(rate.to(self._device), generator=self.generator).to(
+            self.like.device
+        )
 
 
 # Outside the image: a a|abc|c c (OpenCV replicate), b a|abc|c b (SciPy reflect), c b|abc|b a (OpenCV reflect 101).
@@ -62,7 +70,9 @@ def fold(index: Tensor, size: int, border: Border) -> Tensor:
 
 def truncate_levels(x: Tensor) -> Tensor:
     """Round down to multiples of 1/255, as numpy does when it casts 255 x to uint8."""
-    return torch.floor(x * 255 + 1e-3) / 255  # the slack keeps a level that float32 holds as 1.9999998
+    return (
+        torch.floor(x * 255 + 1e-3) / 255
+    )  # the slack keeps a level that float32 holds as 1.9999998
 
 
 def round_levels(x: Tensor) -> Tensor:
@@ -72,7 +82,9 @@ def round_levels(x: Tensor) -> Tensor:
 
 def mix_columns(x: Tensor, matrix: Tensor) -> Tensor:
     """x @ matrix.T for every image and channel: (..., H, W) and (w, W) to (..., H, w)."""
-    dtype = torch.float64 if x.is_cuda else x.dtype  # in float32 a GPU may round factors to TF32: wrong by a level
+    dtype = (
+        torch.float64 if x.is_cuda else x.dtype
+    )  # in float32 a GPU may round factors to TF32: wrong by a level
     return (x.contiguous().to(dtype) @ matrix.to(x.device, dtype).mT).to(x.dtype)
 
 
@@ -81,7 +93,9 @@ def separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return mix_columns(mix_columns(x, columns).mT, rows).mT
 
 
-def gaussian_matrix(size: int, sigma: float, border: Border = "nearest", truncate: float = 4.0) -> Tensor:
+def gaussian_matrix(
+    size: int, sigma: float, border: Border = "nearest", truncate: float = 4.0
+) -> Tensor:
     """Gaussian smoothing of `size` points as a matrix (size, size), cut off at `truncate` sigma like scipy.ndimage."""
     radius = int(truncate * sigma + 0.5)
     if radius == 0:
@@ -93,9 +107,13 @@ def gaussian_matrix(size: int, sigma: float, border: Border = "nearest", truncat
     return matrix.scatter_add_(1, index, weights.expand(size, -1))
 
 
-def gaussian(x: Tensor, sigma: float, border: Border = "nearest", truncate: float = 4.0) -> Tensor:
+def gaussian(
+    x: Tensor, sigma: float, border: Border = "nearest", truncate: float = 4.0
+) -> Tensor:
     """Smooth images with a Gaussian of `sigma` pixels."""
-    return separable(x, *(gaussian_matrix(n, sigma, border, truncate) for n in x.shape[-2:]))
+    return separable(
+        x, *(gaussian_matrix(n, sigma, border, truncate) for n in x.shape[-2:])
+    )
 
 
 def zoom_matrix(size: int, factor: float) -> Tensor:
@@ -103,11 +121,17 @@ def zoom_matrix(size: int, factor: float) -> Tensor:
     crop = math.ceil(size / factor)
     grown = round(crop * factor)
     start, trim = (size - crop) // 2, (grown - size) // 2
-    at = (trim + torch.arange(size, dtype=torch.float64, device="cpu")) * (crop - 1) / max(grown - 1, 1)
+    at = (
+        (trim + torch.arange(size, dtype=torch.float64, device="cpu"))
+        * (crop - 1)
+        / max(grown - 1, 1)
+    )
     left = at.long().clamp(max=max(crop - 2, 0))
     share = (at - left).unsqueeze(1)
     eye = torch.eye(size, dtype=torch.float64, device="cpu")
-    return (1 - share) * eye[start + left] + share * eye[start + (left + 1).clamp(max=crop - 1)]
+    return (1 - share) * eye[start + left] + share * eye[
+        start + (left + 1).clamp(max=crop - 1)
+    ]
 
 
 def zoom(x: Tensor, factor: float) -> Tensor:
@@ -139,10 +163,15 @@ def motion(x: Tensor, radius: float, sigma: float, angle: Tensor) -> Tensor:
     weights = torch.softmax(-0.5 * (taps.double() / sigma) ** 2, 0).tolist()
     out = torch.zeros_like(x)
     for i, weight in enumerate(weights):
-        down, right = (torch.ceil(i * step - 0.5).long().unsqueeze(1) for step in (angle.sin(), angle.cos()))
+        down, right = (
+            torch.ceil(i * step - 0.5).long().unsqueeze(1)
+            for step in (angle.sin(), angle.cos())
+        )
         rows = (torch.arange(height, device=x.device) + down).clamp(0, height - 1)
         columns = (torch.arange(width, device=x.device) + right).clamp(0, width - 1)
-        out.add_(take(x, rows.unsqueeze(2) * width + columns.unsqueeze(1)), alpha=weight)
+        out.add_(
+            take(x, rows.unsqueeze(2) * width + columns.unsqueeze(1)), alpha=weight
+        )
     return out
 
 
@@ -160,7 +189,9 @@ def bilinear(x: Tensor, rows: Tensor, columns: Tensor, border: Border) -> Tensor
 
     def line(y: Tensor) -> Tensor:
         start = fold(y.long(), height, border) * width
-        first, second = (take(x, start + fold(left.long() + i, width, border)) for i in (0, 1))
+        first, second = (
+            take(x, start + fold(left.long() + i, width, border)) for i in (0, 1)
+        )
         return torch.lerp(first, second, beside)
 
     return torch.lerp(line(top), line(top + 1), below)

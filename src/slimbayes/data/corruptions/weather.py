@@ -15,7 +15,13 @@ from slimbayes.data.corruptions import filters
 from slimbayes.data.corruptions.filters import RandomNumbers
 from slimbayes.data.folders import decode
 
-PHOTOS = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")  # quirk: it never draws its sixth
+PHOTOS = (
+    "frost1.png",
+    "frost2.png",
+    "frost3.png",
+    "frost4.jpg",
+    "frost5.jpg",
+)  # quirk: it never draws its sixth
 GRAY = (0.299, 0.587, 0.114)
 
 
@@ -23,17 +29,28 @@ def snow(x: Tensor, draw: RandomNumbers, *strength: float) -> Tensor:
     """Whiten the image and add flakes: thresholded noise, enlarged, blown along a line, and turned by 180 degrees."""
     mean, std, zoom, limit, radius, sigma, mix = strength
     batch, channels, height, width = x.shape
-    flakes = filters.zoom(draw.normal(batch, 1, height, width, mean=mean, std=std), zoom)
+    flakes = filters.zoom(
+        draw.normal(batch, 1, height, width, mean=mean, std=std), zoom
+    )
     flakes = filters.truncate_levels(torch.where(flakes < limit, 0, flakes).clamp(0, 1))
     angle = torch.deg2rad(draw.uniform(batch, low=-135, high=-45))
     flakes = filters.round_levels(filters.motion(flakes, radius, sigma, angle)) / 255
-    gray = x if channels == 1 else torch.einsum("bchw,c->bhw", x, x.new_tensor(GRAY)).unsqueeze(1)
+    gray = (
+        x
+        if channels == 1
+        else torch.einsum("bchw,c->bhw", x, x.new_tensor(GRAY)).unsqueeze(1)
+    )
     x = mix * x + (1 - mix) * torch.maximum(x, 1.5 * gray + 0.5)
     return x + flakes + flakes.flip(-2, -1)
 
 
 def frost(
-    x: Tensor, draw: RandomNumbers, image: float, photo: float, shrink: float, folder: str | Path | None = None
+    x: Tensor,
+    draw: RandomNumbers,
+    image: float,
+    photo: float,
+    shrink: float,
+    folder: str | Path | None = None,
 ) -> Tensor:
     """Blend with a random crop of one of the five photos."""
     batch, _, height, width = x.shape
@@ -42,7 +59,9 @@ def frost(
     ice = torch.empty_like(x)
     for i, whole in enumerate(read_photos(_find_photos(folder), int(shrink))):
         chosen = which == i
-        ice[chosen] = _crops(_cover(whole.to(x), height, width), place[chosen], height, width)
+        ice[chosen] = _crops(
+            _cover(whole.to(x), height, width), place[chosen], height, width
+        )
     return image * x + photo * ice
 
 
@@ -50,7 +69,9 @@ def _crops(photo: Tensor, place: Tensor, height: int, width: int) -> Tensor:
     """Crops of a photo (3, h, w) at relative places (N, 2) in [0, 1): (N, 3, H, W)."""
     # Quirk: numpy's randint leaves out the end, so the last row and column of a photo are never seen.
     free = place.new_tensor([photo.shape[1] - height, photo.shape[2] - width])
-    start = torch.minimum((place * free).long(), (free.long() - 1).clamp(min=0))  # u * n may round up to n
+    start = torch.minimum(
+        (place * free).long(), (free.long() - 1).clamp(min=0)
+    )  # u * n may round up to n
     rows = start[:, :1] + torch.arange(height, device=photo.device)
     columns = start[:, 1:] + torch.arange(width, device=photo.device)
     return photo[:, rows.unsqueeze(2), columns.unsqueeze(1)].transpose(0, 1)
@@ -61,14 +82,21 @@ def _cover(photo: Tensor, height: int, width: int) -> Tensor:
     scale = max((height + 1) / photo.shape[1], (width + 1) / photo.shape[2])
     if scale <= 1:
         return photo
-    size = [max(round(photo.shape[1] * scale), height + 1), max(round(photo.shape[2] * scale), width + 1)]
-    return torch.nn.functional.interpolate(photo.unsqueeze(0), size, mode="bilinear", align_corners=False)[0]
+    size = [
+        max(round(photo.shape[1] * scale), height + 1),
+        max(round(photo.shape[2] * scale), width + 1),
+    ]
+    return torch.nn.functional.interpolate(
+        photo.unsqueeze(0), size, mode="bilinear", align_corners=False
+    )[0]
 
 
 def _find_photos(folder: str | Path | None) -> Path:
     """The folder that holds the photos, or an error that says what is missing."""
     root = os.environ.get("SLIMBAYES_DATA")
-    needs = f"frost needs the photos {', '.join(PHOTOS)} of github.com/hendrycks/robustness"
+    needs = (
+        f"frost needs the photos {', '.join(PHOTOS)} of github.com/hendrycks/robustness"
+    )
     if folder is None and root is None:
         raise FileNotFoundError(
             f"{needs}: pass frost_folder=..., or put them into $SLIMBAYES_DATA/frost; it is not set."
@@ -76,14 +104,18 @@ def _find_photos(folder: str | Path | None) -> Path:
     path = Path(folder) if folder is not None else Path(root or "") / "frost"
     if missing := [name for name in PHOTOS if not (path / name).is_file()]:
         where = "frost_folder or $SLIMBAYES_DATA/frost says where"
-        raise FileNotFoundError(f"{needs} in {str(path)!r}, which lacks {', '.join(missing)}; {where}.")
+        raise FileNotFoundError(
+            f"{needs} in {str(path)!r}, which lacks {', '.join(missing)}; {where}."
+        )
     return path.resolve()
 
 
 @lru_cache(maxsize=4)
 def read_photos(folder: Path, shrink: int) -> tuple[Tensor, ...]:
     """The five photos in [0, 1], each (3, H, W), shrunk by keeping one pixel of `shrink` x `shrink`."""
-    return tuple(_subsample(decode(folder / name), shrink).float() / 255 for name in PHOTOS)
+    return tuple(
+        _subsample(decode(folder / name), shrink).float() / 255 for name in PHOTOS
+    )
 
 
 def _subsample(photo: Tensor, shrink: int) -> Tensor:
@@ -95,7 +127,9 @@ def _subsample(photo: Tensor, shrink: int) -> Tensor:
     return photo
 
 
-def fog(x: Tensor, draw: RandomNumbers, amount: float, decay: float, size: float) -> Tensor:
+def fog(
+    x: Tensor, draw: RandomNumbers, amount: float, decay: float, size: float
+) -> Tensor:
     """Add a cloud and scale the image back to its old maximum."""
     batch, _, height, width = x.shape
     side = max(int(size), 1 << (max(height, width) - 1).bit_length())
@@ -112,18 +146,26 @@ def plasma(draw: RandomNumbers, batch: int, side: int, decay: float) -> Tensor:
 
     Shape: result (B, side, side); `side` is a power of two.
     """
-    cloud = torch.zeros(batch, side, side, dtype=draw.like.dtype, device=draw.like.device)
+    cloud = torch.zeros(
+        batch, side, side, dtype=draw.like.dtype, device=draw.like.device
+    )
     step, wibble = side, 100.0
     while step >= 2:
         corners, half = cloud[:, ::step, ::step], step // 2
         shape, spread = corners.shape, wibble * wibble
         square = corners + corners.roll(-1, 1)
-        middles = (square + square.roll(-1, 2)) / 4 + draw.uniform(*shape, low=-spread, high=spread)
+        middles = (square + square.roll(-1, 2)) / 4 + draw.uniform(
+            *shape, low=-spread, high=spread
+        )
         sides = (middles + middles.roll(1, 1) + corners + corners.roll(-1, 2)) / 4
         ends = (middles + middles.roll(1, 2) + corners + corners.roll(-1, 1)) / 4
         cloud[:, half::step, half::step] = middles
-        cloud[:, ::step, half::step] = sides + draw.uniform(*shape, low=-spread, high=spread)
-        cloud[:, half::step, ::step] = ends + draw.uniform(*shape, low=-spread, high=spread)
+        cloud[:, ::step, half::step] = sides + draw.uniform(
+            *shape, low=-spread, high=spread
+        )
+        cloud[:, half::step, ::step] = ends + draw.uniform(
+            *shape, low=-spread, high=spread
+        )
         step, wibble = half, wibble / decay
     low, high = cloud.amin((1, 2), keepdim=True), cloud.amax((1, 2), keepdim=True)
     return (cloud - low) / (high - low)
@@ -144,18 +186,29 @@ FAR = 20.0  # pixels from an edge of the water beyond which its light no longer 
 
 
 def spatter(
-    x: Tensor, draw: RandomNumbers, mean: float, std: float, sigma: float, threshold: float, strength: float, mud: float
+    x: Tensor,
+    draw: RandomNumbers,
+    mean: float,
+    std: float,
+    sigma: float,
+    threshold: float,
+    strength: float,
+    mud: float,
 ) -> Tensor:
     """Splash the image; for mud `strength` is the sigma that softens its rim."""
     batch, _, height, width = x.shape
-    layer = filters.gaussian(draw.normal(batch, height, width, mean=mean, std=std), sigma)
+    layer = filters.gaussian(
+        draw.normal(batch, height, width, mean=mean, std=std), sigma
+    )
     colour = x.new_tensor(MUD if mud else WATER).view(1, 3, 1, 1)
     if mud:
         cover = filters.gaussian((layer > threshold).to(x.dtype), strength)
         cover = torch.where(cover < 0.8, 0, cover).unsqueeze(1)
         return x * (1 - cover) + colour * cover
     layer = torch.where(layer < threshold, 0, layer)
-    return x + colour * strength * water(torch.floor(layer * 255).clamp(0, 255)).unsqueeze(1)
+    return x + colour * strength * water(
+        torch.floor(layer * 255).clamp(0, 255)
+    ).unsqueeze(1)
 
 
 def water(layer: Tensor) -> Tensor:
@@ -164,20 +217,29 @@ def water(layer: Tensor) -> Tensor:
     box = torch.full((3, 3), 1 / 9, dtype=torch.float64, device="cpu")
     relief = equalize(torch.floor(filters.correlate(distance, box) + 1e-4))
     slope = torch.tensor([[-2.0, -1, 0], [-1, 1, 1], [0, 1, 2]], device="cpu")
-    relief = torch.round(filters.correlate(filters.correlate(relief, slope).clamp(0, 255), box))
+    relief = torch.round(
+        filters.correlate(filters.correlate(relief, slope).clamp(0, 255), box)
+    )
     light = layer * relief
-    return light / light.amax((1, 2), keepdim=True).clamp(min=1)  # where nothing is wet the reference divides 0 by 0
+    return light / light.amax((1, 2), keepdim=True).clamp(
+        min=1
+    )  # where nothing is wet the reference divides 0 by 0
 
 
 def canny(layer: Tensor, low: float, high: float) -> Tensor:
     """Edges by Canny's rule as OpenCV has it: Sobel slopes, |dx| + |dy|, thinned, weak ones kept beside strong ones."""
     sobel = torch.tensor([[-1.0, 0, 1], [-2, 0, 2], [-1, 0, 1]], device="cpu")
-    across, down = filters.correlate(layer, sobel, "nearest"), filters.correlate(layer, sobel.mT, "nearest")
+    across, down = (
+        filters.correlate(layer, sobel, "nearest"),
+        filters.correlate(layer, sobel.mT, "nearest"),
+    )
     size = across.abs() + down.abs()
     weak = (size > low) & _is_crest(size, across, down)
     strong = weak & (size > high)
     while True:  # grow strong edges along weak ones until nothing changes
-        grown = (max_pool2d(strong.to(layer.dtype).unsqueeze(1), 3, 1, 1)[:, 0] > 0) & weak
+        grown = (
+            max_pool2d(strong.to(layer.dtype).unsqueeze(1), 3, 1, 1)[:, 0] > 0
+        ) & weak
         if bool((grown == strong).all()):
             return strong
         strong = grown
@@ -191,7 +253,9 @@ def _is_crest(size: Tensor, across: Tensor, down: Tensor) -> Tensor:
     def beside(dy: int, dx: int) -> Tensor:
         return around[:, 1 + dy : 1 + dy + height, 1 + dx : 1 + dx + width]
 
-    flat = down.abs() * 32768 < across.abs() * 13573  # tan 22.5 degrees in OpenCV's fixed point
+    flat = (
+        down.abs() * 32768 < across.abs() * 13573
+    )  # tan 22.5 degrees in OpenCV's fixed point
     steep = down.abs() * 32768 > across.abs() * (13573 + 65536)
     level = (size > beside(0, -1)) & (size >= beside(0, 1))
     upright = (size > beside(-1, 0)) & (size >= beside(1, 0))
@@ -212,15 +276,23 @@ def edge_distance(edges: Tensor) -> Tensor:
         for sign in (1, -1):
             for dy, dx, cost in steps:
                 top, left = 2 + sign * dy, 2 + sign * dx
-                torch.minimum(distance, around[:, top : top + height, left : left + width] + cost, out=distance)
+                torch.minimum(
+                    distance,
+                    around[:, top : top + height, left : left + width] + cost,
+                    out=distance,
+                )
     return distance
 
 
 def equalize(layer: Tensor) -> Tensor:
     """Spread the whole numbers 0 .. FAR over 0 .. 255 by their ranks, like cv2.equalizeHist; a single value stays."""
     total = layer[0].numel()
-    below = torch.stack([(layer <= level).sum((1, 2)) for level in range(int(FAR) + 1)], 1).to(layer.dtype)
-    first = below.masked_fill(below == 0, total).amin(1, keepdim=True)  # how many share the smallest value
+    below = torch.stack(
+        [(layer <= level).sum((1, 2)) for level in range(int(FAR) + 1)], 1
+    ).to(layer.dtype)
+    first = below.masked_fill(below == 0, total).amin(
+        1, keepdim=True
+    )  # how many share the smallest value
     ranks = torch.round((below - first) * (255 / (total - first).clamp(min=1)))
     spread = ranks.gather(1, layer.long().flatten(1)).view_as(layer)
     return torch.where((first == total).unsqueeze(2), layer, spread)

@@ -17,9 +17,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from pydantic.annotated_handlers import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, ErrorDetails
 
@@ -41,8 +58,17 @@ class Choice(Options):
 
     def build(self) -> Any:
         """What the choice stands for."""
-        given = {name: getattr(self, name) for name in type(self).model_fields if name != "kind"}
-        return self.makes(**{name: v.build() if isinstance(v, Choice) else v for name, v in given.items()})
+        given = {
+            name: getattr(self, name)
+            for name in type(self).model_fields
+            if name != "kind"
+        }
+        return self.makes(
+            **{
+                name: v.build() if isinstance(v, Choice) else v
+                for name, v in given.items()
+            }
+        )
 
     @model_validator(mode="after")
     def _allowed(self) -> Choice:
@@ -56,8 +82,12 @@ class OneOf:
 
     models: tuple[type[BaseModel], ...]
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return handler.generate_schema(Annotated[Union[self.models], Field(discriminator="kind")])  # noqa: UP007
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return handler.generate_schema(
+            Annotated[Union[self.models], Field(discriminator="kind")]  # noqa: UP007
+        )
 
 
 @cache
@@ -66,8 +96,13 @@ def choice(makes: Callable[..., Any]) -> type[Choice]:
     hints, parameters = get_type_hints(makes), inspect.signature(makes).parameters
     fields: dict[str, Any] = {"kind": (Literal[makes.__name__], ...)}
     for p in parameters.values():
-        fields[p.name] = (_translated(hints[p.name]), ... if p.default is p.empty else _default(p.default))
-    made = create_model(makes.__name__, __base__=Choice, __doc__=inspect.getdoc(makes), **fields)
+        fields[p.name] = (
+            _translated(hints[p.name]),
+            ... if p.default is p.empty else _default(p.default),
+        )
+    made = create_model(
+        makes.__name__, __base__=Choice, __doc__=inspect.getdoc(makes), **fields
+    )
     made.makes = staticmethod(makes)
     return made
 
@@ -82,7 +117,11 @@ def _translated(hint: Any) -> Any:
         return Annotated[Choice, _FAMILY]
     if get_origin(hint) in (types.UnionType, Union):
         return Union[tuple(_translated(arm) for arm in get_args(hint))]  # noqa: UP007
-    return types.GenericAlias(tuple, (*get_args(hint), ...)) if get_origin(hint) is Sequence else hint
+    return (
+        types.GenericAlias(tuple, (*get_args(hint), ...))
+        if get_origin(hint) is Sequence
+        else hint
+    )
 
 
 def _default(value: Any) -> Any:
@@ -109,16 +148,24 @@ class Named(Options):
     def network(self, facts: Mapping[str, Any], data: str) -> Any:
         """The network of these options and of what the data say about it."""
         if missing := ", ".join(name for name in self.filled if name not in facts):
-            raise ValueError(f"{self.kind} needs {missing}, which {data} does not say: it is no network for this data.")
+            raise ValueError(
+                f"{self.kind} needs {missing}, which {data} does not say: it is no network for this data."
+            )
         return self.build(**{name: facts[name] for name in self.filled})
 
     def build(self, **filled: Any) -> Any:
         """What the function makes of these options."""
-        options = {name: getattr(self, name) for name in type(self).model_fields if name != "kind"}
+        options = {
+            name: getattr(self, name)
+            for name in type(self).model_fields
+            if name != "kind"
+        }
         return getattr(import_module(self.home), self.kind)(**options, **filled)
 
 
-def _named(kind: str, *filled: str, home: str = "slimbayes.models", **options: Any) -> type[Named]:
+def _named(
+    kind: str, *filled: str, home: str = "slimbayes.models", **options: Any
+) -> type[Named]:
     """The model of a function of ours, with its options' types and defaults."""
     fields: dict[str, Any] = {"kind": (Literal[kind], ...)}
     made = create_model(kind, __base__=Named, **fields, **options)
@@ -137,23 +184,50 @@ def _checked(holds: Callable[[Any], bool], needed: str) -> AfterValidator:
 
 _Some = Annotated[int, Field(ge=1, le=10_000)]
 _Widths = Annotated[tuple[Size, ...], Field(max_length=1000)]
-_WRN = Annotated[int, Field(ge=10, le=10_000), _checked(lambda n: n % 6 == 4, "must be 6 n + 4 (10, 16, 22, 28, ...)")]
-_PYRAMID = Annotated[int, Field(ge=8, le=10_000), _checked(lambda n: n % 6 == 2, "must be 6 n + 2 (8, 14, ..., 110)")]
-_SHARES = _checked(lambda pair: 0 < pair[0] <= pair[1] <= 1, "must lie in (0, 1], least first")
+_WRN = Annotated[
+    int,
+    Field(ge=10, le=10_000),
+    _checked(lambda n: n % 6 == 4, "must be 6 n + 4 (10, 16, 22, 28, ...)"),
+]
+_PYRAMID = Annotated[
+    int,
+    Field(ge=8, le=10_000),
+    _checked(lambda n: n % 6 == 2, "must be 6 n + 2 (8, 14, ..., 110)"),
+]
+_SHARES = _checked(
+    lambda pair: 0 < pair[0] <= pair[1] <= 1, "must lie in (0, 1], least first"
+)
 _RATIOS = _checked(lambda pair: 0 < pair[0] <= pair[1], "must lie above 0, least first")
 
 NETWORKS = (
     _named("mlp", "classes", "inputs", hidden=(_Widths, (400, 400))),
     _named("regression_net", "inputs", "outputs", hidden=(Size, 50), norm=(bool, True)),
-    _named("lenet", "classes", "channels", "size", kernel=(Annotated[int, Field(ge=1, le=1000)], 5)),
+    _named(
+        "lenet",
+        "classes",
+        "channels",
+        "size",
+        kernel=(Annotated[int, Field(ge=1, le=1000)], 5),
+    ),
     _named("small_resnet", "classes"),
     _named("small_cnn", "classes", "channels", width=(Size, 32)),
     _named("wrn", "classes", depth=(_WRN, 28), width=(_Some, 10)),
-    _named("pyramidnet", "classes", depth=(_PYRAMID, 110), alpha=(Annotated[float, Field(ge=0, le=10_000)], 270)),
+    _named(
+        "pyramidnet",
+        "classes",
+        depth=(_PYRAMID, 110),
+        alpha=(Annotated[float, Field(ge=0, le=10_000)], 270),
+    ),
     _named("resnet18", "classes", small_images=(bool, False)),
     _named("resnet50", "classes", small_images=(bool, False)),
     _named("imdb_lstm", "vocabulary", embedding=(Size, 128), units=(Size, 128)),
-    _named("mortality_lstm", "vocabulary", embedding=(Size, 32), units=(Size, 512), hidden=(Size, 512)),
+    _named(
+        "mortality_lstm",
+        "vocabulary",
+        embedding=(Size, 32),
+        units=(Size, 512),
+        hidden=(Size, 512),
+    ),
     _named("table_net", "numbers", "sizes", "outputs", hidden=(_Widths, (128, 128))),
 )
 AUGMENTATIONS = (
@@ -175,14 +249,21 @@ _SHOWN = 20  # faults in one message
 
 def describe_faults(error: ValidationError, root: type[BaseModel]) -> str:
     """What is wrong with a config, whose model is `root`, in lines; each and all of them are in bounds."""
-    faults = dict.fromkeys(_describe(fault, root) for fault in error.errors(include_url=False))
+    faults = dict.fromkeys(
+        _describe(fault, root) for fault in error.errors(include_url=False)
+    )
     lines = [f"  {cut(fault, most=1000)}" for fault in faults]
-    return "\n".join(lines[:_SHOWN] + ([f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []))
+    return "\n".join(
+        lines[:_SHOWN]
+        + ([f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
+    )
 
 
 def _describe(fault: ErrorDetails, root: type[BaseModel]) -> str:
     """One fault: its path, what is wrong, and the nearest valid word."""
-    place = tuple(cut(part, most=60) if isinstance(part, str) else part for part in fault["loc"])
+    place = tuple(
+        cut(part, most=60) if isinstance(part, str) else part for part in fault["loc"]
+    )
     path, fields = _locate(root, place, unknown=fault["type"] == "extra_forbidden")
     if fault["type"] == "extra_forbidden":
         return f"{path}: no such field{did_you_mean(str(fault['loc'][-1]), fields)}"
@@ -199,7 +280,9 @@ def _describe(fault: ErrorDetails, root: type[BaseModel]) -> str:
     return f"{path}: {fault['msg'].removeprefix('Value error, ')}{shown}"
 
 
-def _locate(root: type[BaseModel], place: tuple[int | str, ...], unknown: bool) -> tuple[str, list[str]]:
+def _locate(
+    root: type[BaseModel], place: tuple[int | str, ...], unknown: bool
+) -> tuple[str, list[str]]:
     """A fault's path as the config spells it, without pydantic's words for arms of unions, and the known fields.
 
     ("method", "Rank1", "prior", "Cauchy", "scale") is method.prior.scale.
@@ -207,22 +290,36 @@ def _locate(root: type[BaseModel], place: tuple[int | str, ...], unknown: bool) 
     models: list[type[BaseModel]] = [root]
     path, mapping = [], False
     for part in place[:-1] if unknown else place:
-        field = next((m.model_fields[str(part)] for m in models if part in m.model_fields), None)
+        field = next(
+            (m.model_fields[str(part)] for m in models if part in m.model_fields), None
+        )
         if mapping or isinstance(part, int):  # a key of a mapping, a place in a list
             path.append(str(part))
             mapping = False
         elif field is not None:
             path.append(str(part))
             mapping = get_origin(field.annotation) is dict
-            models = [m for source in (field.annotation, *field.metadata) for m in _models_in(source)]
+            models = [
+                m
+                for source in (field.annotation, *field.metadata)
+                for m in _models_in(source)
+            ]
         else:  # the arm that `kind` chose, or the name of a class
-            models = [m for m in models if part == m.__name__ or part in get_args(_kind(m))] or models
-    known = list(dict.fromkeys(name for m in models for name in m.model_fields if name != "format"))
+            models = [
+                m for m in models if part == m.__name__ or part in get_args(_kind(m))
+            ] or models
+    known = list(
+        dict.fromkeys(
+            name for m in models for name in m.model_fields if name != "format"
+        )
+    )
     return ".".join([*path, str(place[-1])] if unknown else path) or "(top)", known
 
 
 def _kind(model: type[BaseModel]) -> Any:
-    return model.model_fields["kind"].annotation if "kind" in model.model_fields else None
+    return (
+        model.model_fields["kind"].annotation if "kind" in model.model_fields else None
+    )
 
 
 def _models_in(annotation: Any) -> Iterable[type[BaseModel]]:

@@ -21,7 +21,15 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from slimbayes.errors import brief, did_you_mean
-from slimbayes.lab.configs.choices import AUGMENTATIONS, NETWORKS, Choice, Named, OneOf, Options, choices
+from slimbayes.lab.configs.choices import (
+    AUGMENTATIONS,
+    NETWORKS,
+    Choice,
+    Named,
+    OneOf,
+    Options,
+    choices,
+)
 from slimbayes.lab.configs.own import OwnFiles, PythonNet
 from slimbayes.lab.configs.train import Count, Positive, Train
 from slimbayes.posteriors import METHODS
@@ -102,9 +110,13 @@ class Data(OwnFiles):
     @model_validator(mode="after")
     def _whole(self) -> Data:
         if not self.name:
-            raise ValueError("name is missing, or a file of your own: csv, parquet, npz or images.")
+            raise ValueError(
+                "name is missing, or a file of your own: csv, parquet, npz or images."
+            )
         if self.scaling == "quantile" and not self.table:
-            raise ValueError("scaling: quantile is for tables of your own: csv or parquet.")
+            raise ValueError(
+                "scaling: quantile is for tables of your own: csv or parquet."
+            )
         return self
 
 
@@ -112,7 +124,9 @@ class ByName(Options):
     """Different methods for different layers: from patterns of names to methods, the first that matches counts."""
 
     kind: Literal["ByName"]
-    layers: Annotated[dict[Pattern, Annotated[Choice, OneOf(_METHODS)]], Field(min_length=1)]
+    layers: Annotated[
+        dict[Pattern, Annotated[Choice, OneOf(_METHODS)]], Field(min_length=1)
+    ]
 
     def build(self) -> dict[str, Config]:
         return {pattern: method.build() for pattern, method in self.layers.items()}
@@ -134,10 +148,17 @@ class Evaluate(Options):
         examples: so many rows that it is most and least sure of are kept.
     """
 
-    draws: Literal["exact"] | Annotated[tuple[Annotated[int, Field(ge=1, le=10_000)], ...], Field(min_length=1)] = (1,)
+    draws: (
+        Literal["exact"]
+        | Annotated[
+            tuple[Annotated[int, Field(ge=1, le=10_000)], ...], Field(min_length=1)
+        ]
+    ) = (1,)
     batch: Count = 500
     corruptions: Literal["none", "standard", "all"] | tuple[str, ...] = "none"
-    severities: Annotated[tuple[Annotated[int, Field(ge=1, le=5)], ...], Field(min_length=1)] = (1, 2, 3, 4, 5)
+    severities: Annotated[
+        tuple[Annotated[int, Field(ge=1, le=5)], ...], Field(min_length=1)
+    ] = (1, 2, 3, 4, 5)
     shift: tuple[Name, ...] = ()
     ood: tuple[Name, ...] = ()
     limit: Count | None = None
@@ -149,13 +170,19 @@ class Evaluate(Options):
     @property
     def corruption_names(self) -> tuple[str, ...]:
         named = {"none": (), "standard": CORRUPTIONS, "all": (*CORRUPTIONS, *EXTRA)}
-        return named[self.corruptions] if isinstance(self.corruptions, str) else self.corruptions
+        return (
+            named[self.corruptions]
+            if isinstance(self.corruptions, str)
+            else self.corruptions
+        )
 
     @model_validator(mode="after")
     def _known(self) -> Evaluate:
         for name in self.corruption_names:
             if name not in (*CORRUPTIONS, *EXTRA):
-                raise ValueError(f"unknown corruption {brief(name)}{did_you_mean(name, (*CORRUPTIONS, *EXTRA))}")
+                raise ValueError(
+                    f"unknown corruption {brief(name)}{did_you_mean(name, (*CORRUPTIONS, *EXTRA))}"
+                )
         return self
 
 
@@ -177,9 +204,13 @@ class Experiment(Options):
     @model_validator(mode="after")
     def _fits(self) -> Experiment:
         if self.train.early_stop and not self.data.validation:
-            raise ValueError("train.early_stop watches validation rows: set data.validation to the share to hold out.")
+            raise ValueError(
+                "train.early_stop watches validation rows: set data.validation to the share to hold out."
+            )
         if self.evaluate.noise is not None and isinstance(self.noise, str):
-            raise ValueError(f"evaluate.noise is for noise that is a number, but train.noise is {self.noise}.")
+            raise ValueError(
+                f"evaluate.noise is for noise that is a number, but train.noise is {self.noise}."
+            )
         return self
 
     @property
@@ -193,7 +224,9 @@ class Experiment(Options):
     @property
     def resolved(self) -> dict[str, Any]:
         """Every field, defaults written out, as JSON holds it."""
-        tree = self.model_dump(mode="json", exclude={"method"}) | {"method": _written(self.method)}
+        tree = self.model_dump(mode="json", exclude={"method"}) | {
+            "method": _written(self.method)
+        }
         tree["train"]["noise"] = self.noise
         return tree
 
@@ -204,38 +237,64 @@ class Experiment(Options):
         tree["method"] = _written(self.method, defaults=False)
         tree["train"] |= {"noise": self.noise}
         if self.noise == 1.0:
-            tree["train"].pop("noise")  # as it was by default when runs were first named
+            tree["train"].pop(
+                "noise"
+            )  # as it was by default when runs were first named
         tree["train"].pop("ensemble_loss", None)
         if tree["method"]["kind"] == "Ensemble" and self.train.ensemble_loss == "sum":
-            tree["train"]["ensemble_loss"] = "sum"  # the first records are of the mean, and keep their names
-        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
+            tree["train"]["ensemble_loss"] = (
+                "sum"  # the first records are of the mean, and keep their names
+            )
+        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[
+            :12
+        ]
 
     @property
     def method_text(self) -> str:
         """The method in a few words."""
         built = self.method.build()
         if isinstance(built, dict):
-            return ", ".join(f"{pattern}: {config.describe()}" for pattern, config in built.items())
+            return ", ".join(
+                f"{pattern}: {config.describe()}" for pattern, config in built.items()
+            )
         return built.describe()
 
 
 # --- as runs write it down, and what those of before mean ---
 
 # The hash leaves out what was a default when runs were first named by it: another default changes no name.
-_FORMER_DEFAULTS: dict[str, dict[str, Any]] = {"BatchEnsemble": {"mean_init": {"kind": "Signs", "positive": 0.5}}}
+_FORMER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "BatchEnsemble": {"mean_init": {"kind": "Signs", "positive": 0.5}}
+}
 
 
 def _written(method: Choice | ByName, defaults: bool = True) -> dict[str, Any]:
     if isinstance(method, ByName):
-        layers = {pattern: _written(one, defaults) for pattern, one in method.layers.items()}
+        layers = {
+            pattern: _written(one, defaults) for pattern, one in method.layers.items()
+        }
         # The first pattern that matches counts, but the hash sorts its keys: another order is written down beside them.
-        order = {} if defaults or list(layers) == sorted(layers) else {"order": list(layers)}
+        order = (
+            {}
+            if defaults or list(layers) == sorted(layers)
+            else {"order": list(layers)}
+        )
         return {"kind": "ByName", "layers": layers} | order
     # As the method itself writes it: what its defaults depend on is settled there. JSON knows lists only.
     built = method.build()
-    tree, usual = (json.loads(json.dumps(config.to_dict())) for config in (built, type(built)()))
+    tree, usual = (
+        json.loads(json.dumps(config.to_dict())) for config in (built, type(built)())
+    )
     usual |= _FORMER_DEFAULTS.get(tree["kind"], {})
-    return tree if defaults else {name: value for name, value in tree.items() if name == "kind" or value != usual[name]}
+    return (
+        tree
+        if defaults
+        else {
+            name: value
+            for name, value in tree.items()
+            if name == "kind" or value != usual[name]
+        }
+    )
 
 
 def with_former_rules(tree: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -243,6 +302,10 @@ def with_former_rules(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     join, is from when they were averaged.
     """
     train = tree.get("train")
-    if not isinstance(train, Mapping) or "ensemble_loss" in train or not {"clip", "ema", "early_stop"} <= train.keys():
+    if (
+        not isinstance(train, Mapping)
+        or "ensemble_loss" in train
+        or not {"clip", "ema", "early_stop"} <= train.keys()
+    ):
         return tree
     return {**tree, "train": {**train, "ensemble_loss": "mean"}}

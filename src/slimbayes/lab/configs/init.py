@@ -47,7 +47,9 @@ class Plan:
     classes: bool
 
 
-def config_text(path: Path, out: Path, target: str | None = None, header: bool | None = None) -> str:
+def config_text(
+    path: Path, out: Path, target: str | None = None, header: bool | None = None
+) -> str:
     """The config for a table (.csv, .tsv, .parquet), arrays (.npz) or a folder of pictures.
 
     Args:
@@ -66,7 +68,12 @@ def config_text(path: Path, out: Path, target: str | None = None, header: bool |
         raise ConfigError(
             f"{path}: data come as {', '.join(TABLES)}, .npz or a folder with a folder of pictures for each class."
         )
-    lines = [f"name: {_quoted(path.stem[:200] or 'data')}", "seed: 0", "data:", *plan.data]
+    lines = [
+        f"name: {_quoted(path.stem[:200] or 'data')}",
+        "seed: 0",
+        "data:",
+        *plan.data,
+    ]
     lines += ["", f"model: {plan.model}", "method:", *plan.method, "", *_training(plan)]
     text = _HEAD.format(file=_quoted(str(out))) + "\n".join(lines) + "\n"
     validate(parse(text), str(out))
@@ -75,7 +82,9 @@ def config_text(path: Path, out: Path, target: str | None = None, header: bool |
 
 def left_out(text: str) -> list[str]:
     """What a config says about columns that it leaves out."""
-    return [line.removeprefix(_LEFT) for line in text.splitlines() if line.startswith(_LEFT)]
+    return [
+        line.removeprefix(_LEFT) for line in text.splitlines() if line.startswith(_LEFT)
+    ]
 
 
 def _quoted(value: str) -> str:
@@ -85,7 +94,11 @@ def _quoted(value: str) -> str:
 
 
 def _training(plan: Plan) -> Iterator[str]:
-    batch = next(size for size, most in ((32, 1000), (128, 20_000), (512, 10**18)) if plan.rows <= most)
+    batch = next(
+        size
+        for size, most in ((32, 1000), (128, 20_000), (512, 10**18))
+        if plan.rows <= most
+    )
     epochs = max(20, min(200, 2_000_000 // plan.rows))
     yield "train:"
     yield f"  epochs: {epochs}  # at most: it stops when the validation rows have not been predicted better for a while"
@@ -109,11 +122,19 @@ def _table(path: Path, target: str | None, header: bool | None) -> Plan:
         found = found if part_thousands else other
     name = list(found.columns)[-1] if target is None else target
     if name not in found.columns:
-        raise ConfigError(f"--target: {path} has no column {_quoted(name[:80])}{did_you_mean(name, found.columns)}")
+        raise ConfigError(
+            f"--target: {path} has no column {_quoted(name[:80])}{did_you_mean(name, found.columns)}"
+        )
     column = found.columns[name]
-    doubtful = column.kind == "number" and column.whole and 2 < len(column.values) <= FEW
+    doubtful = (
+        column.kind == "number" and column.whole and 2 < len(column.values) <= FEW
+    )
     classes = target_is_class(column, path, "classes" if doubtful else None)
-    dropped = {n: why for n, c in found.columns.items() if n != name and (why := _unusable(found, c))}
+    dropped = {
+        n: why
+        for n, c in found.columns.items()
+        if n != name and (why := _unusable(found, c))
+    }
     by_default = ". The last column: --target chooses" if target is None else ""
     data = [
         f"  {'csv' if csv else 'parquet'}: {_quoted(str(path))}  # {found.rows:,} rows",
@@ -121,7 +142,11 @@ def _table(path: Path, target: str | None, header: bool | None) -> Plan:
         f"  task: {'classes' if classes else 'regression'}{'  # regression, if they are counts' if doubtful else ''}",
     ]
     data += [f"  header: {str(found.header).lower()}"] if csv else []
-    data += ["  decimal: comma  # in '1,5' it parts the fraction, not thousands"] if found.decimal == "comma" else []
+    data += (
+        ["  decimal: comma  # in '1,5' it parts the fraction, not thousands"]
+        if found.decimal == "comma"
+        else []
+    )
     if dropped:
         data.append(f"  drop: [{', '.join(map(_quoted, dropped))}]")
         data += [f"{_LEFT}{_quoted(one)}: {why}" for one, why in dropped.items()]
@@ -130,11 +155,26 @@ def _table(path: Path, target: str | None, header: bool | None) -> Plan:
         raise ConfigError(f"{path} has no column to predict {_quoted(name)} from.")
     data.append("  # columns that are used:")
     data += [f"  #   {_quoted(c.name)}: {_values(c)}" for c in used]
-    data.append("  categories: []  # columns of numbers that are names of things, such as postcodes")
+    data.append(
+        "  categories: []  # columns of numbers that are names of things, such as postcodes"
+    )
     gaps = any(c.missing for c in used)
-    data.append(f"  missing: {'impute  # with medians, beside columns that say where' if gaps else 'refuse'}")
-    method = ["  kind: ByName", "  layers:", f"    dense.*: {_FACTORS}", "    head: {kind: Ensemble, members: 8}"]
-    return Plan([*data, *_COMMON], "{kind: table_net, hidden: [128, 128]}", method, found.rows, classes)
+    data.append(
+        f"  missing: {'impute  # with medians, beside columns that say where' if gaps else 'refuse'}"
+    )
+    method = [
+        "  kind: ByName",
+        "  layers:",
+        f"    dense.*: {_FACTORS}",
+        "    head: {kind: Ensemble, members: 8}",
+    ]
+    return Plan(
+        [*data, *_COMMON],
+        "{kind: table_net, hidden: [128, 128]}",
+        method,
+        found.rows,
+        classes,
+    )
 
 
 def _unusable(found: TableFile, column: Column) -> str:
@@ -172,7 +212,11 @@ def _values(column: Column) -> str:
     if column.kind == "number" and not (column.whole and len(column.values) <= _SHOWN):
         return f"numbers{gaps}"
     shown = ", ".join(_quoted(value[:40]) for value in sorted(column.values)[:_SHOWN])
-    more = f", ... ({len(column.values):,} different ones)" if len(column.values) > _SHOWN else ""
+    more = (
+        f", ... ({len(column.values):,} different ones)"
+        if len(column.values) > _SHOWN
+        else ""
+    )
     return f"{shown}{more}{gaps}"
 
 
@@ -183,9 +227,14 @@ def _arrays(path: Path) -> Plan:
     check_regular(path)
     try:
         with np.load(path, allow_pickle=False) as archive:
-            x, y = (archive[name if name in archive.files else f"{name}_train"] for name in ("x", "y"))
+            x, y = (
+                archive[name if name in archive.files else f"{name}_train"]
+                for name in ("x", "y")
+            )
     except (ValueError, OSError, EOFError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{path} needs the arrays x and y, or x_train, y_train, x_test and y_test.") from error
+        raise ConfigError(
+            f"{path} needs the arrays x and y, or x_train, y_train, x_test and y_test."
+        ) from error
     classes = y.dtype.kind != "f"
     data = [
         f"  npz: {_quoted(str(path))}  # x {x.shape} of {x.dtype}, y {y.shape} of {y.dtype}",
@@ -198,14 +247,19 @@ def _arrays(path: Path) -> Plan:
 
 
 def _pictures(path: Path) -> Plan:
-    from slimbayes.data.folders import ImageFolder, decode  # they need torch, which tables and arrays do without
+    from slimbayes.data.folders import (
+        ImageFolder,
+        decode,
+    )  # they need torch, which tables and arrays do without
 
     folder = ImageFolder(path / "train" if (path / "train").is_dir() else path)
     if not len(folder):
         raise ConfigError(f"{path} must hold a folder of pictures for each class.")
     some = [decode(file).shape for file in folder.paths[:: max(1, len(folder) // 16)]]
     size = int(min(224, np.median([min(shape[1:]) for shape in some])))
-    names = ", ".join(map(_quoted, folder.classes[:_SHOWN])) + (", ..." if len(folder.classes) > _SHOWN else "")
+    names = ", ".join(map(_quoted, folder.classes[:_SHOWN])) + (
+        ", ..." if len(folder.classes) > _SHOWN else ""
+    )
     data: list[Any] = [
         f"  images: {_quoted(str(path))}  # {len(folder):,} pictures of {len(folder.classes)} classes: {names}",
         f"  image_size: {size}  # pixels; the middle square of each picture is taken",

@@ -37,7 +37,9 @@ def _function(text: str) -> str:
     return text
 
 
-PathText = Annotated[str, Field(min_length=1, max_length=4000), AfterValidator(_no_controls)]
+PathText = Annotated[
+    str, Field(min_length=1, max_length=4000), AfterValidator(_no_controls)
+]
 ColumnName = Annotated[str, Field(min_length=1, max_length=1000)]
 SOURCES = ("csv", "parquet", "npz", "images")
 _OF_TABLES = ("target", "header", "categories", "drop", "missing", "decimal", "dates")
@@ -81,7 +83,14 @@ class OwnFiles(Options):
     @property
     def source(self) -> tuple[str, str] | None:
         """What kind of file the data are, and its path; None for a set with a name."""
-        return next(((kind, path) for kind in SOURCES if (path := getattr(self, kind)) is not None), None)
+        return next(
+            (
+                (kind, path)
+                for kind in SOURCES
+                if (path := getattr(self, kind)) is not None
+            ),
+            None,
+        )
 
     @property
     def table(self) -> bool:
@@ -92,15 +101,21 @@ class OwnFiles(Options):
     def _one_source(self) -> Self:
         given = [kind for kind in SOURCES if getattr(self, kind) is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are both given: data come from one of them.")
+            raise ValueError(
+                f"{' and '.join(given)} are both given: data come from one of them."
+            )
         if self.table and self.target is None:
-            raise ValueError(f"{given[0]} needs target, the name of the column to predict.")
+            raise ValueError(
+                f"{given[0]} needs target, the name of the column to predict."
+            )
         for name in () if self.table else _OF_TABLES:
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} is for tables: csv or parquet.")
         for name in () if given else ("task", "test"):
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} is for data of your own: {', '.join(SOURCES)}.")
+                raise ValueError(
+                    f"{name} is for data of your own: {', '.join(SOURCES)}."
+                )
         return self
 
 
@@ -109,7 +124,9 @@ class OwnFiles(Options):
 FEW = 20  # whole numbers that may be classes, or may be counts
 
 
-def feature_kind(column: Column, path: Path, categories: Sequence[str] = (), dates: bool = False) -> Kind:
+def feature_kind(
+    column: Column, path: Path, categories: Sequence[str] = (), dates: bool = False
+) -> Kind:
     """Whether a column is numbers, categories or, where they are taken, dates; what is neither is refused."""
     place = f"{path}, column {brief(column.name)}"
     if column.name in categories:
@@ -138,7 +155,11 @@ def _hardly_repeats(column: Column) -> str:
     """How many texts there are, if too many for categories; nothing if they repeat."""
     rows, count = column.numbers + column.others + column.missing, len(column.values)
     many = f"more than {MOST_VALUES:,}" if count > MOST_VALUES else str(count)
-    return f"{many} different texts in {rows:,} rows" if count > max(FEW, min(MOST_VALUES, rows / 2)) else ""
+    return (
+        f"{many} different texts in {rows:,} rows"
+        if count > max(FEW, min(MOST_VALUES, rows / 2))
+        else ""
+    )
 
 
 def _refuse_signs(column: Column, place: str, unless: str) -> None:
@@ -159,20 +180,36 @@ def target_is_class(column: Column, path: Path, task: str | None) -> bool:
     """Whether a target is a class: as `task` says, or as its values show."""
     place = f"{path}, column {brief(column.name)}, the target,"
     if column.missing:
-        do = "drop these rows" if column.values else "choose another one (a comma at the end of each line makes one)"
-        raise ValueError(f"{place} is missing in {column.missing if column.values else 'all'} rows: {do}.")
+        do = (
+            "drop these rows"
+            if column.values
+            else "choose another one (a comma at the end of each line makes one)"
+        )
+        raise ValueError(
+            f"{place} is missing in {column.missing if column.values else 'all'} rows: {do}."
+        )
     if len(column.values) == 1:
-        raise ValueError(f"{place} is {brief(next(iter(column.values)))} in all rows: nothing is to be learnt.")
+        raise ValueError(
+            f"{place} is {brief(next(iter(column.values)))} in all rows: nothing is to be learnt."
+        )
     if task != "classes":
         _refuse_signs(column, place, "say data.task: classes")
     if task == "regression" and column.kind != "number":
         line, cell = column.odd
-        raise ValueError(f"{place} must hold numbers for data.task: regression, got {brief(cell)} in line {line}.")
+        raise ValueError(
+            f"{place} must hold numbers for data.task: regression, got {brief(cell)} in line {line}."
+        )
     if task is not None:
         return task == "classes"
     if column.kind == "date" or (column.kind == "word" and _hardly_repeats(column)):
-        held = "dates" if column.kind == "date" else f"{_hardly_repeats(column)}, too many for classes"
-        raise ValueError(f"{place} holds {held}. Choose another column, or say data.task: classes if it is meant.")
+        held = (
+            "dates"
+            if column.kind == "date"
+            else f"{_hardly_repeats(column)}, too many for classes"
+        )
+        raise ValueError(
+            f"{place} holds {held}. Choose another column, or say data.task: classes if it is meant."
+        )
     if column.kind == "word" or len(column.values) == 2:
         return True
     if column.whole and len(column.values) <= FEW:
@@ -214,7 +251,9 @@ class PythonNet(Options):
             )
         function = _find_function(self.python)
         known = inspect.signature(function)
-        given = {name: value for name, value in facts.items() if name in known.parameters} | self.args
+        given = {
+            name: value for name, value in facts.items() if name in known.parameters
+        } | self.args
         try:
             known.bind(**given)
         except TypeError as error:
@@ -229,7 +268,9 @@ class PythonNet(Options):
             told = f"{type(error).__name__}: {brief(str(error))}, in {at.filename}, line {at.lineno}"
             raise OwnCodeError(f"model.python: {self.python} raised {told}.") from error
         if not isinstance(made, nn.Module):
-            raise OwnCodeError(f"model.python: {self.python} must give a torch.nn.Module, got {type(made).__name__}.")
+            raise OwnCodeError(
+                f"model.python: {self.python} must give a torch.nn.Module, got {type(made).__name__}."
+            )
         return made
 
 
@@ -238,17 +279,23 @@ def _find_function(place: str) -> Callable[..., Any]:
     module_name, _, name = place.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.append(here)  # at the end: what is installed cannot be replaced by a file that lies about
+        sys.path.append(
+            here
+        )  # at the end: what is installed cannot be replaced by a file that lies about
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # one that the user's module needs
-        raise OwnCodeError(f"model.python: there is no module {brief(error.name)}, installed or in {here}.") from error
+        raise OwnCodeError(
+            f"model.python: there is no module {brief(error.name)}, installed or in {here}."
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value)]
-        raise OwnCodeError(f"model.python: {module_name} has no function {brief(name)}{did_you_mean(name, known)}")
+        raise OwnCodeError(
+            f"model.python: {module_name} has no function {brief(name)}{did_you_mean(name, known)}"
+        )
     found: Callable[..., Any] = function
     return found
 
@@ -281,7 +328,9 @@ def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:
     """
     filled, data, model = dict(tree), tree.get("data"), tree.get("model")
     if isinstance(data, dict):
-        filled["data"] = ({"scaling": "quantile"} if {"csv", "parquet"} & data.keys() else {}) | data
+        filled["data"] = (
+            {"scaling": "quantile"} if {"csv", "parquet"} & data.keys() else {}
+        ) | data
         if isinstance(data.get("target"), int):  # a column without a name
             filled["data"]["target"] = str(data["target"])
         paths = [data[kind] for kind in SOURCES if isinstance(data.get(kind), str)]

@@ -33,11 +33,15 @@ class SGD(Options):
     momentum: BelowOne = 0.9
     nesterov: bool = True
 
-    def build(self, groups: Groups, fused: bool | None, capturable: bool) -> torch.optim.Optimizer:
+    def build(
+        self, groups: Groups, fused: bool | None, capturable: bool
+    ) -> torch.optim.Optimizer:
         import torch
 
         nesterov = self.nesterov and self.momentum > 0
-        return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=nesterov, fused=fused)
+        return torch.optim.SGD(
+            groups, lr=self.lr, momentum=self.momentum, nesterov=nesterov, fused=fused
+        )
 
 
 class Adam(Options):
@@ -46,11 +50,20 @@ class Adam(Options):
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     eps: Positive = 1e-8
 
-    def build(self, groups: Groups, fused: bool | None, capturable: bool) -> torch.optim.Optimizer:
+    def build(
+        self, groups: Groups, fused: bool | None, capturable: bool
+    ) -> torch.optim.Optimizer:
         import torch
 
         kind = torch.optim.AdamW if self.kind == "AdamW" else torch.optim.Adam
-        return kind(groups, lr=self.lr, betas=self.betas, eps=self.eps, capturable=capturable, fused=fused)
+        return kind(
+            groups,
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            capturable=capturable,
+            fused=fused,
+        )
 
 
 # --- learning rates, as multiples of the base rate ---
@@ -64,7 +77,9 @@ class WarmUp(Options):
     def at(self, step: int, total: int, per_epoch: int) -> float:
         """The rate of one step of `total`, of which an epoch has `per_epoch`."""
         warm = round(self.warmup * per_epoch)
-        return (min(1.0, (step + 1) / warm) if warm else 1.0) * self.after_warmup(step, warm, total)
+        return (min(1.0, (step + 1) / warm) if warm else 1.0) * self.after_warmup(
+            step, warm, total
+        )
 
     def after_warmup(self, step: int, warm: int, total: int) -> float:
         return 1.0
@@ -82,7 +97,9 @@ class StepDecay(WarmUp):
     factor: Positive = 0.1
 
     def after_warmup(self, step: int, warm: int, total: int) -> float:
-        return self.factor ** sum(step >= round(milestone * total, 6) for milestone in self.milestones)
+        return self.factor ** sum(
+            step >= round(milestone * total, 6) for milestone in self.milestones
+        )
 
 
 class Cosine(WarmUp):
@@ -92,7 +109,9 @@ class Cosine(WarmUp):
     end: Share = 0.0
 
     def after_warmup(self, step: int, warm: int, total: int) -> float:
-        return _half_cosine(1.0, self.end, min(1.0, max(0, step - warm) / max(1, total - warm)))
+        return _half_cosine(
+            1.0, self.end, min(1.0, max(0, step - warm) / max(1, total - warm))
+        )
 
 
 class OneCycle(Options):
@@ -107,7 +126,9 @@ class OneCycle(Options):
         peak = self.rise * total
         if step < peak:
             return _half_cosine(1 / self.start, 1.0, step / peak)
-        return _half_cosine(1.0, 1 / self.end, min(1.0, (step - peak) / max(1, total - peak)))
+        return _half_cosine(
+            1.0, 1 / self.end, min(1.0, (step - peak) / max(1, total - peak))
+        )
 
 
 def _half_cosine(start: float, stop: float, done: float) -> float:
@@ -188,7 +209,9 @@ class Snapshots(Options):
             >>> [epoch for epoch in range(1, 11) if Snapshots(every=2, last=5).due(epoch, 10)]
             [6, 8, 10]
         """
-        return (epochs - epoch) % self.every == 0 and (self.last is None or epoch > epochs - self.last)
+        return (epochs - epoch) % self.every == 0 and (
+            self.last is None or epoch > epochs - self.last
+        )
 
 
 class Train(Options):
@@ -223,8 +246,12 @@ class Train(Options):
     draws: Count = 1
     form: Form = "average"
     optimizer: Annotated[SGD | Adam, Field(discriminator="kind")]
-    schedule: Annotated[Constant | StepDecay | Cosine | OneCycle, Field(discriminator="kind")] = Constant()
-    kl: Annotated[ConstantKL | LinearKL | StaircaseKL, Field(discriminator="kind")] = ConstantKL()
+    schedule: Annotated[
+        Constant | StepDecay | Cosine | OneCycle, Field(discriminator="kind")
+    ] = Constant()
+    kl: Annotated[ConstantKL | LinearKL | StaircaseKL, Field(discriminator="kind")] = (
+        ConstantKL()
+    )
     posterior_lr: Positive = 1.0
     weight_decay: NotNegative | Decay = 0.0
     l2: L2 | None = None
@@ -243,7 +270,9 @@ class Train(Options):
     @model_validator(mode="after")
     def _pieces(self) -> Train:
         if self.batch % self.accumulate:
-            raise ValueError(f"accumulate must divide the batch of {self.batch}, got {self.accumulate}.")
+            raise ValueError(
+                f"accumulate must divide the batch of {self.batch}, got {self.accumulate}."
+            )
         return self
 
     def rate(self, step: int, per_epoch: int) -> float:
@@ -256,24 +285,44 @@ class Train(Options):
 
     def trained_part(self, step: int) -> str | None:
         """Which parameters a step trains, "shared" or "patch"; None: all of them."""
-        return None if self.alternate is None else schedules.alternating(self.alternate)(step)
+        return (
+            None
+            if self.alternate is None
+            else schedules.alternating(self.alternate)(step)
+        )
 
-    def build_optimizer(self, model: nn.Module, graph: bool = False) -> torch.optim.Optimizer:
+    def build_optimizer(
+        self, model: nn.Module, graph: bool = False
+    ) -> torch.optim.Optimizer:
         """The optimizer of a converted model; with `graph` its rates are tensors that a CUDA graph rereads."""
         import torch
 
         from slimbayes.train.optim import param_groups
 
-        decay = self.weight_decay.model_dump() if isinstance(self.weight_decay, Decay) else self.weight_decay
-        groups = param_groups(model, decay, self.optimizer.lr, self.posterior_lr, apart=self.alternate is not None)
+        decay = (
+            self.weight_decay.model_dump()
+            if isinstance(self.weight_decay, Decay)
+            else self.weight_decay
+        )
+        groups = param_groups(
+            model,
+            decay,
+            self.optimizer.lr,
+            self.posterior_lr,
+            apart=self.alternate is not None,
+        )
         for group in groups:
             group["base_lr"] = group["lr"]
             if graph:
                 group["lr"] = torch.tensor(group["lr"], device="cuda")
-        return self.optimizer.build(groups, True if next(model.parameters()).is_cuda else None, graph)
+        return self.optimizer.build(
+            groups, True if next(model.parameters()).is_cuda else None, graph
+        )
 
 
-def set_rate(optimizer: torch.optim.Optimizer, factor: float, part: str | None = None) -> None:
+def set_rate(
+    optimizer: torch.optim.Optimizer, factor: float, part: str | None = None
+) -> None:
     """Set every group's learning rate to its own base rate times a factor, or to zero where it has another part."""
     for group in optimizer.param_groups:
         rate = group["base_lr"] * factor if part in (None, group.get("part")) else 0.0

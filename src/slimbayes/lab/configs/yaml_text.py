@@ -17,16 +17,22 @@ import yaml
 from slimbayes.errors import brief, cut
 from slimbayes.untrusted import DEPTH
 
-SIZE: Final = 1 << 20  # characters of a text: the longest table of a paper has some 20,000
+SIZE: Final = (
+    1 << 20
+)  # characters of a text: the longest table of a paper has some 20,000
 NODES: Final = 50_000  # scalars, lists and mappings of a text, aliases written out
-_PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C takes a tenth of the time
+_PARSER: Any = getattr(
+    yaml, "CSafeLoader", yaml.SafeLoader
+)  # the one in C takes a tenth of the time
 _WORDS = {"": None, "~": None} | {
     form: value
     for word, value in (("null", None), ("true", True), ("false", False))
     for form in (word, word.title(), word.upper())
 }
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_FLOAT = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+)
 
 
 class YamlError(ValueError):
@@ -45,7 +51,9 @@ def parse(text: str) -> Any:
         slimbayes.lab.configs.yaml_text.YamlError: line 2: the key 'seed' is there twice
     """
     if len(text) > SIZE:
-        raise YamlError(f"it has {len(text):,} characters, more than the {SIZE:,} that a config may have")
+        raise YamlError(
+            f"it has {len(text):,} characters, more than the {SIZE:,} that a config may have"
+        )
     try:
         return _Reader(text).document()
     except yaml.YAMLError as error:
@@ -78,7 +86,9 @@ class _Reader:
 
     def __init__(self, text: str) -> None:
         self.events: Iterator[Any] = yaml.parse(text, Loader=_PARSER)
-        self.anchors: dict[str, tuple[Any, int]] = {}  # what was named, and how many nodes it has
+        self.anchors: dict[
+            str, tuple[Any, int]
+        ] = {}  # what was named, and how many nodes it has
         self.nodes = 0
 
     def document(self) -> Any:
@@ -103,11 +113,17 @@ class _Reader:
         if depth > DEPTH:
             raise _fault(event, f"it is nested deeper than {DEPTH} levels")
         if event.tag is not None:
-            raise _fault(event, f"tags such as {brief(event.tag)} are not read; leave it out")
+            raise _fault(
+                event, f"tags such as {brief(event.tag)} are not read; leave it out"
+            )
         if isinstance(event, yaml.ScalarEvent):
             value = _scalar(event) if event.implicit[0] else event.value
         else:
-            value = self.mapping(depth) if isinstance(event, yaml.MappingStartEvent) else self.sequence(depth)
+            value = (
+                self.mapping(depth)
+                if isinstance(event, yaml.MappingStartEvent)
+                else self.sequence(depth)
+            )
         if event.anchor is not None:
             self.anchors[event.anchor] = (value, self.nodes - before)
         return value
@@ -115,7 +131,9 @@ class _Reader:
     def count(self, event: Any, nodes: int) -> None:
         self.nodes += nodes
         if self.nodes > NODES:
-            raise _fault(event, f"it has more than {NODES:,} values, aliases written out")
+            raise _fault(
+                event, f"it has more than {NODES:,} values, aliases written out"
+            )
 
     def sequence(self, depth: int) -> list[Any]:
         out = []
@@ -129,7 +147,9 @@ class _Reader:
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             key = self.node(event, depth + 1)
             if not isinstance(key, str):
-                raise _fault(event, f"a key must be text, got {brief(key)}: put it in quotes")
+                raise _fault(
+                    event, f"a key must be text, got {brief(key)}: put it in quotes"
+                )
             if key in out or (key == "<<" and below):
                 raise _fault(event, f"the key {brief(key)} is there twice")
             value = self.node(next(self.events), depth + 1)
@@ -139,7 +159,11 @@ class _Reader:
                     raise _fault(event, "<< needs a mapping, or a list of them")
             else:
                 out[key] = value
-        return {key: value for one in reversed(below) for key, value in one.items()} | out if below else out
+        return (
+            {key: value for one in reversed(below) for key, value in one.items()} | out
+            if below
+            else out
+        )
 
 
 def _scalar(event: Any) -> Any:

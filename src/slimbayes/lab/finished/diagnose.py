@@ -22,7 +22,12 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.data import Split
-from slimbayes.diagnostics import GradientSNR, plot_spectrum, truncate, truncation_errors
+from slimbayes.diagnostics import (
+    GradientSNR,
+    plot_spectrum,
+    truncate,
+    truncation_errors,
+)
 from slimbayes.diagnostics import spectrum as spectrum_of
 from slimbayes.diagnostics.check import lines as check_lines
 from slimbayes.diagnostics.sites import gaussian_sites
@@ -41,8 +46,26 @@ Found = tuple[Numbers, Any]  # for a table, and details for a JSON file
 WIDTH = 80
 _NAME = 26  # characters of a layer's name
 _VALUES = 10  # singular values of a layer
-_SCORES = ("neg_elbo", "draw_nll", "kl", "nll", "accuracy", "ece", "mce", "rmse", "lpd", "crps")
-_SHOWN = ("neg_elbo", "nll", "accuracy", "ece", "rmse", "lpd")  # scores of truncated posteriors
+_SCORES = (
+    "neg_elbo",
+    "draw_nll",
+    "kl",
+    "nll",
+    "accuracy",
+    "ece",
+    "mce",
+    "rmse",
+    "lpd",
+    "crps",
+)
+_SHOWN = (
+    "neg_elbo",
+    "nll",
+    "accuracy",
+    "ece",
+    "rmse",
+    "lpd",
+)  # scores of truncated posteriors
 _LABELS = {"neg_elbo": "-ELBO", "draw_nll": "NLL of a draw", "kl": "KL"}
 
 
@@ -77,8 +100,12 @@ class Case:
         task, held_out = self.loaded.task, self.options.get("rows") == "validation"
         rows = task.validation if held_out else task.test
         if not isinstance(rows, Split):
-            raise ValueError(f"{task.name} has no such rows in memory: set data.validation, or leave `rows` out.")
-        rows = task.in_own_units(rows) if held_out else rows  # test rows are in their own units already
+            raise ValueError(
+                f"{task.name} has no such rows in memory: set data.validation, or leave `rows` out."
+            )
+        rows = (
+            task.in_own_units(rows) if held_out else rows
+        )  # test rows are in their own units already
         assert isinstance(rows, Split)
         return rows
 
@@ -99,26 +126,39 @@ def scores(case: Case, network: nn.Module) -> Numbers:
     accuracy of 97.6 % of 10,000 rows), and `_sem_draws` over draws, which is what its captions say.
     """
     predictor = case.loaded._replace(network=network)
-    (made,) = predictor.score(case.rows, [case.draws], predictor.task.name, "validation")
+    (made,) = predictor.score(
+        case.rows, [case.draws], predictor.task.name, "validation"
+    )
     with torch.no_grad():
         kl = float(sb.kl(network)) / len(predictor.task.train)
         by_draw, by_row = _log_likelihoods(predictor, case.rows, case.draws)
     alone = -float(by_draw.mean())
     numbers = {**made.metrics, "neg_elbo": alone + kl, "draw_nll": alone, "kl": kl}
     errors = {"neg_elbo": by_draw.mean(0), **by_row}
-    numbers |= {f"{name}_sem": _standard_error(values) for name, values in errors.items() if name in numbers}
+    numbers |= {
+        f"{name}_sem": _standard_error(values)
+        for name, values in errors.items()
+        if name in numbers
+    }
     if len(by_draw) > 1:
         numbers["neg_elbo_sem_draws"] = _standard_error(by_draw.mean(1))
     if "brier" in numbers:  # TensorFlow Probability's Brier score
-        numbers |= {"brier_shifted": numbers["brier"] - 1, "brier_shifted_sem": numbers["brier_sem"]}
-    return numbers | {"parameters": float(keras_count(network) - case.options.get("uncounted", 0))}
+        numbers |= {
+            "brier_shifted": numbers["brier"] - 1,
+            "brier_shifted_sem": numbers["brier_sem"],
+        }
+    return numbers | {
+        "parameters": float(keras_count(network) - case.options.get("uncounted", 0))
+    }
 
 
 def _standard_error(values: Tensor) -> float:
     return float(values.double().std() / math.sqrt(len(values)))
 
 
-def _log_likelihoods(predictor: Predictor, rows: Split, draws: int) -> tuple[Tensor, dict[str, Tensor]]:
+def _log_likelihoods(
+    predictor: Predictor, rows: Split, draws: int
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-likelihoods of rows in their own units under each draw, (S, N), and scores of each row, (N,), by name."""
     by_draw: list[Tensor] = []
     by_row: dict[str, list[Tensor]] = {}
@@ -132,7 +172,9 @@ def _log_likelihoods(predictor: Predictor, rows: Split, draws: int) -> tuple[Ten
             by_row.setdefault("brier", []).append(off.square().sum(-1))
             by_row.setdefault("nll", []).append(-p.log_prob(y))
             by_row.setdefault("accuracy", []).append((p.label == y).double())
-    return torch.cat(by_draw, 1), {name: torch.cat(parts) for name, parts in by_row.items()}
+    return torch.cat(by_draw, 1), {
+        name: torch.cat(parts) for name, parts in by_row.items()
+    }
 
 
 def elbo(case: Case) -> Found:
@@ -152,7 +194,9 @@ def truncated(case: Case, rank: int) -> Found:
     errors = truncation_errors(network, rank, include=layers)
     sizes = [p.site.matrix for p in gaussian_sites(network, layers).values()]
     numbers = scores(case, truncate(copy.deepcopy(network), rank, include=layers))
-    numbers["parameters"] += sum(rank * (m + n) - m * n for m, n in sizes)  # what k-tied factors would take
+    numbers["parameters"] += sum(
+        rank * (m + n) - m * n for m, n in sizes
+    )  # what k-tied factors would take
     return numbers, {"scores": numbers, "relative_errors": errors}
 
 
@@ -162,8 +206,16 @@ def spectrum(case: Case) -> Found:
     sites = spectrum_of(network, layers).sites
     case.draw(lambda: plot_spectrum(network, include=layers))
     of: tuple[Of, ...] = ("scales", "means")
-    numbers = {f"{one}_{k}": fmean(site.first(k, one) for site in sites) for one in of for k in (1, 2, 3)}
-    details = {s.name: {one: list(s.explained(one)[:_VALUES]) for one in of} | {"shape": list(s.shape)} for s in sites}
+    numbers = {
+        f"{one}_{k}": fmean(site.first(k, one) for site in sites)
+        for one in of
+        for k in (1, 2, 3)
+    }
+    details = {
+        s.name: {one: list(s.explained(one)[:_VALUES]) for one in of}
+        | {"shape": list(s.shape)}
+        for s in sites
+    }
     return numbers, details
 
 
@@ -176,15 +228,25 @@ def snr(case: Case) -> Found:
     network.train()
     for index in range(10):
         seed_everything(experiment.seed, "snr", index)
-        picked = torch.randperm(len(task.train))[: experiment.train.batch].to(task.train.x.device)
+        picked = torch.randperm(len(task.train))[: experiment.train.batch].to(
+            task.train.x.device
+        )
         network.zero_grad()
-        outputs = sb.sample(network, task.scaling(task.train.x[picked]), draws=experiment.train.draws)
-        nll = LIKELIHOODS[likelihood].nll(outputs, task.train.y[picked], experiment.train.form, noise)
+        outputs = sb.sample(
+            network, task.scaling(task.train.x[picked]), draws=experiment.train.draws
+        )
+        nll = LIKELIHOODS[likelihood].nll(
+            outputs, task.train.y[picked], experiment.train.form, noise
+        )
         (nll + sb.kl(network) / len(task.train)).backward()
         tracker.update()
     network.zero_grad()
     found = {average: tracker.result(average) for average in ("mean", "median")}
-    numbers = {} if layer is None else {"snr": found["mean"][layer], "snr_median": found["median"][layer]}
+    numbers = (
+        {}
+        if layer is None
+        else {"snr": found["mean"][layer], "snr_median": found["median"][layer]}
+    )
     return numbers, found
 
 
@@ -197,7 +259,11 @@ def diagnose_run(run: Path, execution: Execution, draws: int = 16) -> dict[str, 
     """
     case = Case(run, draws, execution=execution)
     experiment, network, task, _ = case.loaded
-    found: dict[str, Any] = {"run": experiment.name, "method": experiment.method_text, "data": task.name}
+    found: dict[str, Any] = {
+        "run": experiment.name,
+        "method": experiment.method_text,
+        "data": task.name,
+    }
     found |= {"draws": draws, "notes": []}
 
     def add(name: str, ask: Callable[[], Any]) -> None:
@@ -237,7 +303,10 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     if check := found.get("check"):
         yield ""
         yield "Fit, on some training rows (128 at most)"
-        yield from (f"  {line}" for line in check_lines(check, "rmse" in found.get("scores", {})))
+        yield from (
+            f"  {line}"
+            for line in check_lines(check, "rmse" in found.get("scores", {}))
+        )
         yield from (f"  ! {warning}" for warning in check["warnings"])
     yield from _gaussian(found)
     if found["notes"]:
@@ -258,12 +327,21 @@ def _gaussian(found: Mapping[str, Any]) -> Iterator[str]:
             yield f"  {layer_column(name, _NAME)} {shape:>11}   {shown}    {one['means'][0]:6.4f}"
     cut = {name: scores for name, scores in found.items() if name.startswith("rank ")}
     if cut:
-        names = [name for name in _SHOWN if any(name in scores for scores in cut.values())]
+        names = [
+            name for name in _SHOWN if any(name in scores for scores in cut.values())
+        ]
         yield ""
         yield "Scales cut to a rank"
-        yield "  " + f"{'':<10}" + "".join(f"{_LABELS.get(name, name):>12}" for name in names)
+        yield (
+            "  "
+            + f"{'':<10}"
+            + "".join(f"{_LABELS.get(name, name):>12}" for name in names)
+        )
         for label, scores in {"as trained": found.get("scores", {}), **cut}.items():
-            cells = "".join(f"{scores[name]:>12.4f}" if name in scores else f"{'-':>12}" for name in names)
+            cells = "".join(
+                f"{scores[name]:>12.4f}" if name in scores else f"{'-':>12}"
+                for name in names
+            )
             yield f"  {label:<10}{cells}"
     if ratios := found.get("snr"):
         yield ""

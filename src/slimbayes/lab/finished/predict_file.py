@@ -44,7 +44,12 @@ _TOGETHER = 64  # images of a block
 
 
 def predict_file(
-    run: Path, inputs: Path, output: Path, draws: int = 16, accelerator: Any = "auto", level: float = 0.9
+    run: Path,
+    inputs: Path,
+    output: Path,
+    draws: int = 16,
+    accelerator: Any = "auto",
+    level: float = 0.9,
 ) -> int:
     """Predict the rows of a file and write predictions, both in pieces; returns how many rows there were.
 
@@ -55,14 +60,22 @@ def predict_file(
         raise ValueError(f"Predictions go to .csv, .json or .npz, got {output}.")
     predictor = read_predictor(run, Execution(accelerator=accelerator).device)
     batches = regrouped(_rows(inputs, predictor), predictor.experiment.evaluate.batch)
-    return write_columns(output, predicted(predictor, batches, f"the rows of {inputs}", draws, level))
+    return write_columns(
+        output, predicted(predictor, batches, f"the rows of {inputs}", draws, level)
+    )
 
 
 def predicted(
-    predictor: Predictor, batches: Iterable[Tensor], what: str, draws: int, level: float | None
+    predictor: Predictor,
+    batches: Iterable[Tensor],
+    what: str,
+    draws: int,
+    level: float | None,
 ) -> Iterator[Columns]:
     """Predictions of batches of rows as the network takes them; `what` they are called in errors."""
-    untold = ((x, x.new_zeros(len(x))) for x in batches)  # targets, which nobody looks at
+    untold = (
+        (x, x.new_zeros(len(x))) for x in batches
+    )  # targets, which nobody looks at
     for made, _ in predictor.predict_batches(untold, what, "predict", [draws]):
         yield as_columns(made[draws], predictor.task.classes, level)
 
@@ -84,7 +97,10 @@ def _rows(inputs: Path, predictor: Predictor) -> Iterator[Tensor]:
 
 
 def row_blocks(
-    file: Path, columns: Sequence[str] = (), allow_nonfinite: bool = False, size: int | None = None
+    file: Path,
+    columns: Sequence[str] = (),
+    allow_nonfinite: bool = False,
+    size: int | None = None,
 ) -> Iterator[Tensor]:
     """Rows of a file: an array of .npy or of .npz (named x, or its only one), numbers of a .csv, or images.
 
@@ -98,12 +114,16 @@ def row_blocks(
     if not file.exists():
         raise FileNotFoundError(f"{file} is not there.")
     if file.is_dir() or file.suffix.lower() in _IMAGES:
-        return _image_blocks(file, decode if size is None else partial(read_square, size=size))
+        return _image_blocks(
+            file, decode if size is None else partial(read_square, size=size)
+        )
     check_regular(file)
     if file.suffix == ".csv":
         return _csv_blocks(file, columns, "any" if allow_nonfinite else "finite")
     if file.suffix not in (".npy", ".npz"):
-        raise ValueError(f"{file}: rows come as .npy, .npz, .csv, an image or a folder of images.")
+        raise ValueError(
+            f"{file}: rows come as .npy, .npz, .csv, an image or a folder of images."
+        )
     return _array_blocks(file)
 
 
@@ -125,15 +145,23 @@ def _array_blocks(file: Path) -> Iterator[Tensor]:
                 archive = stack.enter_context(zipfile.ZipFile(stream))
                 names = [name.removesuffix(".npy") for name in archive.namelist()]
                 if "x" not in names and len(names) != 1:
-                    raise ValueError(f"it has the arrays {', '.join(names) or 'none'}, and needs one named x")
-                stream = stack.enter_context(archive.open(f"{'x' if 'x' in names else names[0]}.npy"))
+                    raise ValueError(
+                        f"it has the arrays {', '.join(names) or 'none'}, and needs one named x"
+                    )
+                stream = stack.enter_context(
+                    archive.open(f"{'x' if 'x' in names else names[0]}.npy")
+                )
             yield from npy_blocks(stream)
         except DAMAGE as error:
             raise ValueError(f"{file} cannot be read: {error}.") from error
 
 
 def _image_blocks(path: Path, read: Callable[[Path], Tensor]) -> Iterator[Tensor]:
-    files = sorted(p for p in path.iterdir() if p.suffix.lower() in _IMAGES) if path.is_dir() else [path]
+    files = (
+        sorted(p for p in path.iterdir() if p.suffix.lower() in _IMAGES)
+        if path.is_dir()
+        else [path]
+    )
     if not files:
         raise ValueError(f"{path} holds no image that ends in {', '.join(ENDINGS)}.")
     first = read(files[0]).shape
@@ -141,24 +169,32 @@ def _image_blocks(path: Path, read: Callable[[Path], Tensor]) -> Iterator[Tensor
         images = [read(file) for file in files[start : start + _TOGETHER]]
         shapes = {tuple(image.shape) for image in images} | {tuple(first)}
         if len(shapes) > 1:
-            raise ValueError(f"{path}: images must have one size, got {sorted(shapes)[:4]}.")
+            raise ValueError(
+                f"{path}: images must have one size, got {sorted(shapes)[:4]}."
+            )
         yield torch.stack(images)
 
 
 def _csv_blocks(file: Path, columns: Sequence[str], allow: Allow) -> Iterator[Tensor]:
     """Rows of a csv in the order of `columns`. A first line of numbers is a row, unless they are the columns' names."""
     first = next(cell_lines(file), (1, []))[1]
-    named = columns and (set(first) == set(columns) or any(number_in(cell) is None for cell in first))
+    named = columns and (
+        set(first) == set(columns) or any(number_in(cell) is None for cell in first)
+    )
     if named:
         check_names(f"{file}, line 1", first, columns)
-    for block in number_blocks(file, columns if named else None, True if named else None, allow):
+    for block in number_blocks(
+        file, columns if named else None, True if named else None, allow
+    ):
         yield torch.from_numpy(block)
 
 
 # --- what a network takes ---
 
 
-def check_and_fit(x: Tensor, task: Task, source: str, first: int = 0, allow_nonfinite: bool = False) -> Tensor:
+def check_and_fit(
+    x: Tensor, task: Task, source: str, first: int = 0, allow_nonfinite: bool = False
+) -> Tensor:
     """Rows in the shape and type that the network was trained on, or an error that says what does not fit.
 
     `first` is the number of the first row in its file.
@@ -176,16 +212,31 @@ def check_and_fit(x: Tensor, task: Task, source: str, first: int = 0, allow_nonf
             f"{source}: each row must have shape {tuple(like.shape[1:])}, as in training, got {tuple(x.shape[1:])}."
         )
     if not allow_nonfinite:
-        _refuse(~x.isfinite(), first, source, "NaN or infinity, so nothing can be said about it")
+        _refuse(
+            ~x.isfinite(),
+            first,
+            source,
+            "NaN or infinity, so nothing can be said about it",
+        )
     if task.images and x.is_floating_point():
         low, high = float(x.min()), float(x.max())
         if low < 0 or high > 1:
-            raise ValueError(f"{source}: images must be bytes, or numbers in [0, 1], got {low:g} to {high:g}.")
+            raise ValueError(
+                f"{source}: images must be bytes, or numbers in [0, 1], got {low:g} to {high:g}."
+            )
         return (x * 255).round().to(torch.uint8)
     if not like.is_floating_point():  # bytes and words
-        most, wide = 255 if like.dtype == torch.uint8 else task.vocabulary - 1, x.double()
+        most, wide = (
+            255 if like.dtype == torch.uint8 else task.vocabulary - 1,
+            x.double(),
+        )
         outside = (wide != wide.round()) | (wide < 0) | (wide > most)
-        _refuse(outside, first, source, f"other numbers than the whole ones from 0 to {most}")
+        _refuse(
+            outside,
+            first,
+            source,
+            f"other numbers than the whole ones from 0 to {most}",
+        )
     return x.to(like.dtype)
 
 
@@ -208,7 +259,9 @@ def _refuse(bad: Tensor, first: int, source: str, what: str) -> None:
 # --- what is written ---
 
 
-def as_columns(prediction: Prediction, classes: Sequence[str], level: float | None = None) -> Columns:
+def as_columns(
+    prediction: Prediction, classes: Sequence[str], level: float | None = None
+) -> Columns:
     """Predictions as columns: label, probabilities and uncertainties; or mean, deviations and, given a `level`, the
     ends of the central interval that holds a real target with this probability."""
 
@@ -216,20 +269,34 @@ def as_columns(prediction: Prediction, classes: Sequence[str], level: float | No
         return getattr(prediction, name).double().cpu()
 
     if not LIKELIHOODS[prediction.likelihood].discrete:
-        found = {"mean": whole("mean"), "std": whole("std"), "epistemic_std": whole("epistemic").sqrt()}
+        found = {
+            "mean": whole("mean"),
+            "std": whole("std"),
+            "epistemic_std": whole("epistemic").sqrt(),
+        }
         if level is not None:
-            low, high = prediction.to(torch.float64).interval(level)  # in which other rows of a block do not matter
+            low, high = prediction.to(torch.float64).interval(
+                level
+            )  # in which other rows of a block do not matter
             found |= {"low": low.cpu(), "high": high.cpu()}
         targets = range(found["mean"].shape[1])
         ends = [f"_{target}" if len(targets) > 1 else "" for target in targets]
-        return {f"{name}{ends[i]}": values[:, i].numpy() for i in targets for name, values in found.items()}
+        return {
+            f"{name}{ends[i]}": values[:, i].numpy()
+            for i in targets
+            for name, values in found.items()
+        }
     probs = whole("probs")
     probs = torch.stack([1 - probs, probs], 1) if probs.dim() == 1 else probs
     confidence, label = probs.max(1)
     names = np.array(classes or list(map(str, range(probs.shape[1]))))
     columns = {"label": names[label.numpy()], "confidence": confidence.numpy()}
-    columns |= {name: whole(name).numpy() for name in ("entropy", "aleatoric", "epistemic")}
-    return columns | {f"p({name})": probs[:, i].numpy() for i, name in enumerate(names.tolist())}
+    columns |= {
+        name: whole(name).numpy() for name in ("entropy", "aleatoric", "epistemic")
+    }
+    return columns | {
+        f"p({name})": probs[:, i].numpy() for i, name in enumerate(names.tolist())
+    }
 
 
 def write_columns(file: Path, blocks: Iterable[Columns]) -> int:
@@ -240,18 +307,24 @@ def write_columns(file: Path, blocks: Iterable[Columns]) -> int:
         with open(draft, "w", encoding="utf8", newline="") as out:
             write, rows = _write_json if file.suffix == ".json" else _write_csv, 0
             for columns in blocks:
-                lines = list(zip(*(values.tolist() for values in columns.values()), strict=True))
+                lines = list(
+                    zip(*(values.tolist() for values in columns.values()), strict=True)
+                )
                 write(out, list(columns), lines, rows == 0)
                 rows += len(lines)
             out.write("\n]\n" if file.suffix == ".json" else "")
             return rows
 
 
-def _write_csv(out: IO[str], names: list[str], lines: list[tuple[Any, ...]], first: bool) -> None:
+def _write_csv(
+    out: IO[str], names: list[str], lines: list[tuple[Any, ...]], first: bool
+) -> None:
     csv.writer(out, lineterminator="\n").writerows([names, *lines] if first else lines)
 
 
-def _write_json(out: IO[str], names: list[str], lines: list[tuple[Any, ...]], first: bool) -> None:
+def _write_json(
+    out: IO[str], names: list[str], lines: list[tuple[Any, ...]], first: bool
+) -> None:
     text = json.dumps([dict(zip(names, line, strict=True)) for line in lines], indent=1)
     out.write(("[" if first else ",") + text[1:-2])  # a list without its brackets
 
@@ -259,7 +332,9 @@ def _write_json(out: IO[str], names: list[str], lines: list[tuple[Any, ...]], fi
 def _write_npz(draft: Path, blocks: Iterable[Columns]) -> int:
     """An archive has one column after the other, so blocks wait in a file without a name, which nothing outlives."""
     rows, kinds = 0, dict[str, np.dtype[Any]]()
-    pieces: dict[str, list[tuple[int, int]]] = {}  # of each column, in the file: where, and how many bytes
+    pieces: dict[
+        str, list[tuple[int, int]]
+    ] = {}  # of each column, in the file: where, and how many bytes
     with tempfile.TemporaryFile(dir=draft.parent) as waiting:
         for columns in blocks:
             for name, values in columns.items():
@@ -270,7 +345,11 @@ def _write_npz(draft: Path, blocks: Iterable[Columns]) -> int:
         with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, kind in kinds.items():
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as out:
-                    header = {"descr": kind.str, "fortran_order": False, "shape": (rows,)}
+                    header = {
+                        "descr": kind.str,
+                        "fortran_order": False,
+                        "shape": (rows,),
+                    }
                     np.lib.format.write_array_header_1_0(out, header)
                     for start, size in pieces[name]:
                         waiting.seek(start)

@@ -42,7 +42,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slimbayes.errors import cut
 from slimbayes.lab.finished.predict_file import Columns
 from slimbayes.lab.finished.serve_model import Served, open_model
-from slimbayes.lab.finished.serve_rows import BODY, Limits, body_of, read_request, write_answer
+from slimbayes.lab.finished.serve_rows import (
+    BODY,
+    Limits,
+    body_of,
+    read_request,
+    write_answer,
+)
 
 _FEWEST, _MOST = 2.0, 512.0  # requests that are let in together
 _BUSY = "Too many requests wait: try again soon."
@@ -69,7 +75,9 @@ class Job:
 class Queue:
     """A model's waiting line: batches have `most_rows`, an accepted request should wait `patience` seconds at most."""
 
-    def __init__(self, model: Served, most_rows: int = 1024, patience: float = 0.25) -> None:
+    def __init__(
+        self, model: Served, most_rows: int = 1024, patience: float = 0.25
+    ) -> None:
         self.model, self.most_rows, self.patience = model, most_rows, patience
         self.jobs: deque[Job] = deque()
         self.ready = asyncio.Event()
@@ -112,17 +120,27 @@ class Queue:
         for job in self.jobs:
             if job.answer.done():
                 continue
-            fits = not batch or (job.kind == batch[0].kind and rows + len(job.rows) <= self.most_rows)
+            fits = not batch or (
+                job.kind == batch[0].kind and rows + len(job.rows) <= self.most_rows
+            )
             (batch if fits else rest).append(job)
             rows += len(job.rows) if fits else 0
         self.jobs = rest
         return batch
 
     async def _answer(self, batch: list[Job]) -> None:
-        start, work = time.perf_counter(), sum(len(job.rows) * job.draws for job in batch)
+        start, work = (
+            time.perf_counter(),
+            sum(len(job.rows) * job.draws for job in batch),
+        )
         try:
-            rows, loop = np.concatenate([job.rows for job in batch]), asyncio.get_running_loop()
-            found = await loop.run_in_executor(self.thread, self.model.predict, rows, *batch[0].kind)
+            rows, loop = (
+                np.concatenate([job.rows for job in batch]),
+                asyncio.get_running_loop(),
+            )
+            found = await loop.run_in_executor(
+                self.thread, self.model.predict, rows, *batch[0].kind
+            )
         except Exception as error:
             if len(batch) > 1:  # one request's rows are no reason to fail another's
                 for job in batch:
@@ -135,7 +153,9 @@ class Queue:
         for job in batch:
             last = first + len(job.rows)
             if not job.answer.done():
-                job.answer.set_result({name: values[first:last] for name, values in found.items()})
+                job.answer.set_result(
+                    {name: values[first:last] for name, values in found.items()}
+                )
             first = last
 
 
@@ -152,9 +172,13 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif scope["path"] != "/healthz" and not self._admitted(scope):
-            await self._refuse(scope, receive, send, 401, "A valid key is needed: X-API-Key.")
+            await self._refuse(
+                scope, receive, send, 401, "A valid key is needed: X-API-Key."
+            )
         elif self.active >= self.window and scope["path"] == "/predict":
-            await asyncio.sleep(self.wait)  # who asks again at once would take the time of those let in
+            await asyncio.sleep(
+                self.wait
+            )  # who asks again at once would take the time of those let in
             await self._refuse(scope, receive, send, 503, _BUSY, {"Retry-After": "1"})
         else:
             await self._let_in(scope, receive, send)
@@ -181,31 +205,54 @@ class Guard:
         """Let in more or fewer after one that took so long."""
         if seconds > self.wait:
             self.window = max(_FEWEST, 0.9 * self.window)
-        elif self.active + 1 >= self.window - 1:  # that few are quick says nothing of many
-            self.window = min(_MOST, self.window + (1 if seconds < self.wait / 4 else 1 / self.window))
+        elif (
+            self.active + 1 >= self.window - 1
+        ):  # that few are quick says nothing of many
+            self.window = min(
+                _MOST, self.window + (1 if seconds < self.wait / 4 else 1 / self.window)
+            )
 
     async def _refuse(
-        self, scope: Scope, receive: Receive, send: Send, status: int, why: str, headers: dict[str, str] | None = None
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        status: int,
+        why: str,
+        headers: dict[str, str] | None = None,
     ) -> None:
         self.statuses[status] += 1
         await JSONResponse({"error": why}, status, headers)(scope, receive, send)
 
     def _admitted(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"x-api-key"), b"")
+        given = next(
+            (value for name, value in scope["headers"] if name == b"x-api-key"), b""
+        )
         return self.key is None or hmac.compare_digest(given, self.key.encode())
 
 
 # --- the application ---
 
 
-def build_app(model: Served, limits: Limits = Limits(), key: str | None = None) -> Guard:  # noqa: B008 (immutable)
+def build_app(
+    model: Served,
+    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    key: str | None = None,
+) -> Guard:
     """The application of one model, for uvicorn or a test client."""
-    queue, counts = Queue(model, limits.rows, limits.wait), prometheus.CollectorRegistry()
+    queue, counts = (
+        Queue(model, limits.rows, limits.wait),
+        prometheus.CollectorRegistry(),
+    )
     told = "Requests by status, since the start"
     requests = prometheus.Gauge("slimbayes_requests", told, ["status"], registry=counts)
     predicted = prometheus.Counter("slimbayes_rows", "Rows predicted", registry=counts)
-    seconds = prometheus.Histogram("slimbayes_seconds", "Seconds of predictions", registry=counts)
-    waiting = prometheus.Gauge("slimbayes_waiting", "Rows times draws that wait or run", registry=counts)
+    seconds = prometheus.Histogram(
+        "slimbayes_seconds", "Seconds of predictions", registry=counts
+    )
+    waiting = prometheus.Gauge(
+        "slimbayes_waiting", "Rows times draws that wait or run", registry=counts
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -213,7 +260,10 @@ def build_app(model: Served, limits: Limits = Limits(), key: str | None = None) 
         yield
         worker.cancel()
         queue.thread.shutdown(wait=False)
-        print(f"{queue.answered} of {queue.accepted} accepted requests were answered.", file=sys.stderr)
+        print(
+            f"{queue.answered} of {queue.accepted} accepted requests were answered.",
+            file=sys.stderr,
+        )
 
     app = FastAPI(title="slimbayes", docs_url=None, redoc_url=None, lifespan=lifespan)
     guard = Guard(app, key, limits.wait)
@@ -229,43 +279,75 @@ def build_app(model: Served, limits: Limits = Limits(), key: str | None = None) 
     @app.get("/about")
     async def about() -> dict[str, Any]:
         most = {"body": limits.body, "rows": limits.rows, "draws": limits.draws}
-        return {"row": list(model.row), "columns": model.columns, "draws": model.draws, "limits": most}
+        return {
+            "row": list(model.row),
+            "columns": model.columns,
+            "draws": model.draws,
+            "limits": most,
+        }
 
     @app.get("/metrics")
     async def show() -> Response:
         waiting.set(queue.waiting)
         for status, count in guard.statuses.items():
             requests.labels(status).set(count)
-        return Response(prometheus.generate_latest(counts), media_type="text/plain; version=0.0.4")
+        return Response(
+            prometheus.generate_latest(counts), media_type="text/plain; version=0.0.4"
+        )
 
     @app.post("/predict", openapi_extra=BODY)
     async def predict(request: Request) -> Response:
         start = time.perf_counter()
-        body, kind = await body_of(request, limits), request.headers.get("content-type", "")
-        rows, notes, draws, level = read_request(body, kind, request.query_params, model, limits)
+        body, kind = (
+            await body_of(request, limits),
+            request.headers.get("content-type", ""),
+        )
+        rows, notes, draws, level = read_request(
+            body, kind, request.query_params, model, limits
+        )
         try:
             found = await asyncio.wait_for(queue.ask(rows, draws, level), limits.answer)
         except Busy:
             raise HTTPException(503, _BUSY, {"Retry-After": "1"}) from None
         except TimeoutError:
-            raise HTTPException(503, "The answer took too long: ask for less.", {"Retry-After": "5"}) from None
+            raise HTTPException(
+                503, "The answer took too long: ask for less.", {"Retry-After": "5"}
+            ) from None
         except (ValueError, FloatingPointError) as error:
             raise HTTPException(422, cut(str(error))) from error
         predicted.inc(len(rows))
         seconds.observe(time.perf_counter() - start)
         content, kind = write_answer(found, request.headers.get("accept", ""), notes)
-        return Response(content, media_type=kind, headers={"X-Notes": json.dumps(notes)} if notes else None)
+        return Response(
+            content,
+            media_type=kind,
+            headers={"X-Notes": json.dumps(notes)} if notes else None,
+        )
 
     return guard
 
 
 def serve(
-    path: Path, host: str, port: int, limits: Limits, key: str | None, draws: int = 16, accelerator: Any = "auto"
+    path: Path,
+    host: str,
+    port: int,
+    limits: Limits,
+    key: str | None,
+    draws: int = 16,
+    accelerator: Any = "auto",
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; requests that were accepted are answered first."""
     if key is None and host not in ("127.0.0.1", "::1", "localhost"):
-        raise ValueError(f"{host} can be reached by others, so a key is needed: set SLIMBAYES_API_KEY or --key-file.")
+        raise ValueError(
+            f"{host} can be reached by others, so a key is needed: set SLIMBAYES_API_KEY or --key-file."
+        )
     app = build_app(open_model(path, draws, accelerator), limits, key)
     uvicorn.run(
-        app, host=host, port=port, log_level="error", http="h11", timeout_keep_alive=30, timeout_graceful_shutdown=8
+        app,
+        host=host,
+        port=port,
+        log_level="error",
+        http="h11",
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=8,
     )

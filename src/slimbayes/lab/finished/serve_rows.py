@@ -25,8 +25,15 @@ from slimbayes.lab.finished.predict_file import Columns
 from slimbayes.lab.finished.serve_model import Named, Served
 from slimbayes.untrusted import parse_json
 
-JSON, NPY, ARROW = "application/json", "application/x-npy", "application/vnd.apache.arrow.stream"
-_BATCHES = {2: 1, 3: None}  # kinds of Arrow's messages with data: where in a dictionary batch its record batch is
+JSON, NPY, ARROW = (
+    "application/json",
+    "application/x-npy",
+    "application/vnd.apache.arrow.stream",
+)
+_BATCHES = {
+    2: 1,
+    3: None,
+}  # kinds of Arrow's messages with data: where in a dictionary batch its record batch is
 _COMPRESSION = 3  # field of a record batch
 
 
@@ -65,10 +72,16 @@ async def body_of(request: Request, limits: Limits) -> bytes:
             async for part in request.stream():
                 size += len(part)
                 if size > limits.body:
-                    raise HTTPException(413, f"A body may have {limits.body:,} bytes.", {"Connection": "close"})
+                    raise HTTPException(
+                        413,
+                        f"A body may have {limits.body:,} bytes.",
+                        {"Connection": "close"},
+                    )
                 parts.append(part)
     except TimeoutError:
-        raise HTTPException(408, "The body did not arrive in time.", {"Connection": "close"}) from None
+        raise HTTPException(
+            408, "The body did not arrive in time.", {"Connection": "close"}
+        ) from None
     return b"".join(parts)
 
 
@@ -93,12 +106,22 @@ def read_request(
         else:
             rows = _npy(body) if kind == NPY else _arrow(body, limits.rows)
         if unknown := sorted(set(options) - {*_OPTIONS}):
-            raise ValueError(f"unknown key {brief(unknown[0])}; known are rows, draws and level")
+            raise ValueError(
+                f"unknown key {brief(unknown[0])}; known are rows, draws and level"
+            )
     except (ValueError, RecursionError) as error:
         raise HTTPException(422, cut(f"The request cannot be read: {error}")) from error
-    count = len(next(iter(rows.values()), ())) if isinstance(rows, dict) else len(rows) if rows.ndim else 0
+    count = (
+        len(next(iter(rows.values()), ()))
+        if isinstance(rows, dict)
+        else len(rows)
+        if rows.ndim
+        else 0
+    )
     if not 1 <= count <= limits.rows:
-        raise HTTPException(422, f"rows: from 1 to {limits.rows:,} rows are answered, got {count:,}.")
+        raise HTTPException(
+            422, f"rows: from 1 to {limits.rows:,} rows are answered, got {count:,}."
+        )
     try:
         taken, notes = model.check(rows)
     except (ValueError, RuntimeError, TypeError) as error:
@@ -106,7 +129,9 @@ def read_request(
     return taken, notes, _draws(options, model, limits.draws), _level(options, model)
 
 
-def write_answer(found: Columns, accept: str, notes: Sequence[str]) -> tuple[bytes, str]:
+def write_answer(
+    found: Columns, accept: str, notes: Sequence[str]
+) -> tuple[bytes, str]:
     """Predictions as Arrow or .npy if a client accepts that, or as JSON with notes, and their content type."""
     wanted = [media(one) for one in accept.split(",")]
     if NPY in wanted:
@@ -124,7 +149,10 @@ def write_answer(found: Columns, accept: str, notes: Sequence[str]) -> tuple[byt
 
 def _npy_of(found: Columns) -> bytes:
     """An array (N,) with a field for each column: np.load(...)["mean"]."""
-    table = np.empty(len(next(iter(found.values()))), [(name, one.dtype, one.shape[1:]) for name, one in found.items()])
+    table = np.empty(
+        len(next(iter(found.values()))),
+        [(name, one.dtype, one.shape[1:]) for name, one in found.items()],
+    )
     for name, one in found.items():
         table[name] = one
     out = io.BytesIO()
@@ -158,7 +186,9 @@ def _json(body: bytes) -> tuple[np.ndarray | Named, dict[str, Any]]:
         return _by_name(rows), options
     array = np.asarray(rows)
     if array.dtype.kind not in "iuf":
-        raise ValueError("rows must be lists of numbers, all of one shape, or objects of values by column's name")
+        raise ValueError(
+            "rows must be lists of numbers, all of one shape, or objects of values by column's name"
+        )
     return array, options
 
 
@@ -166,7 +196,9 @@ def _by_name(rows: list[dict[str, Any]]) -> Named:
     for number, row in enumerate(rows):
         if odd := sorted(row.keys() ^ rows[0].keys()):
             there = "has" if odd[0] in row else "lacks"
-            raise ValueError(f"row {number} {there} the column {brief(odd[0])}, unlike the first row")
+            raise ValueError(
+                f"row {number} {there} the column {brief(odd[0])}, unlike the first row"
+            )
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
@@ -182,10 +214,19 @@ def _arrow(body: bytes, most: int) -> Named:
             for batch in stream:
                 batch.validate(full=True)
                 if names and len(found[names[0]]) + batch.num_rows > most:
-                    raise ValueError(f"rows: from 1 to {most:,} rows are answered, got more")
+                    raise ValueError(
+                        f"rows: from 1 to {most:,} rows are answered, got more"
+                    )
                 for name, column in zip(names, batch.columns, strict=True):
                     found[name] += _values(column)
-    except (arrow.ArrowException, struct.error, OSError, OverflowError, UnicodeDecodeError, IndexError) as error:
+    except (
+        arrow.ArrowException,
+        struct.error,
+        OSError,
+        OverflowError,
+        UnicodeDecodeError,
+        IndexError,
+    ) as error:
         raise ValueError("the body is no Arrow stream of plain columns") from error
     return found
 
@@ -194,7 +235,9 @@ def _pyarrow() -> Any:
     try:
         import pyarrow
     except ModuleNotFoundError as error:
-        raise HTTPException(415, 'Arrow needs pyarrow on the server: pip install "slimbayes[parquet]"') from error
+        raise HTTPException(
+            415, 'Arrow needs pyarrow on the server: pip install "slimbayes[parquet]"'
+        ) from error
     return pyarrow
 
 
@@ -202,7 +245,15 @@ def _check_schema(schema: Any, types: Any) -> None:
     """Refuse columns whose values may take more room than the body has bytes: nulls, views, and what is nested."""
     for one in schema:
         kind, lists = one.type, ("list", "large_list", "fixed_size_list")
-        tests = ["integer", "floating", "boolean", "string", "large_string", "date", "timestamp"]
+        tests = [
+            "integer",
+            "floating",
+            "boolean",
+            "string",
+            "large_string",
+            "date",
+            "timestamp",
+        ]
         if types.is_dictionary(kind):
             kind, tests = kind.value_type, ["string", "large_string"]
         elif any(getattr(types, f"is_{name}")(kind) for name in lists):
@@ -221,7 +272,9 @@ def _values(column: Any) -> list[Any]:
     if not hasattr(column, "dictionary"):
         return list(column.to_pylist())
     words = column.dictionary.to_pylist()
-    return [None if code is None else words[code] for code in column.indices.to_pylist()]
+    return [
+        None if code is None else words[code] for code in column.indices.to_pylist()
+    ]
 
 
 def _refuse_compressed(body: bytes, arrow: Any) -> None:
@@ -248,7 +301,11 @@ def _field(head: bytes, table: int, index: int) -> int:
     """Where a table of a flatbuffer has a field; 0 where it has none."""
     offsets = table - _number("<i", head, table)
     place = 4 + 2 * index
-    offset = _number("<H", head, offsets + place) if place < _number("<H", head, offsets) else 0
+    offset = (
+        _number("<H", head, offsets + place)
+        if place < _number("<H", head, offsets)
+        else 0
+    )
     return table + offset if offset else 0
 
 
@@ -264,9 +321,13 @@ def _draws(options: dict[str, Any], model: Served, most: int) -> int:
     if draws is None:
         return model.draws or 1
     if model.draws is None:
-        raise HTTPException(422, "draws: this exported model has its draws in the file; leave them out.")
+        raise HTTPException(
+            422, "draws: this exported model has its draws in the file; leave them out."
+        )
     if isinstance(draws, bool) or not isinstance(draws, int) or not 1 <= draws <= most:
-        raise HTTPException(422, f"draws must be a whole number from 1 to {most}, got {brief(draws)}.")
+        raise HTTPException(
+            422, f"draws must be a whole number from 1 to {most}, got {brief(draws)}."
+        )
     return draws
 
 
@@ -275,7 +336,16 @@ def _level(options: dict[str, Any], model: Served) -> float | None:
     if level is None:
         return None
     if model.draws is None:
-        raise HTTPException(422, "level: an exported model has means and variances, no intervals; serve the run.")
-    if isinstance(level, bool) or not isinstance(level, int | float) or not 0 < level < 1:
-        raise HTTPException(422, f"level must lie strictly between 0 and 1, got {brief(level)}.")
+        raise HTTPException(
+            422,
+            "level: an exported model has means and variances, no intervals; serve the run.",
+        )
+    if (
+        isinstance(level, bool)
+        or not isinstance(level, int | float)
+        or not 0 < level < 1
+    ):
+        raise HTTPException(
+            422, f"level must lie strictly between 0 and 1, got {brief(level)}."
+        )
     return float(level)

@@ -30,11 +30,22 @@ from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.lab.tasks.task import Task
 from slimbayes.prediction.export import Exported, export
 
-_LEFT = ("checkpoints", "record.json", "SHA256SUMS", ".lock", ".claim", "log.txt")  # behind, where a run is copied
+_LEFT = (
+    "checkpoints",
+    "record.json",
+    "SHA256SUMS",
+    ".lock",
+    ".claim",
+    "log.txt",
+)  # behind, where a run is copied
 
 
 def stack_run(
-    run: Path, out: Path | None, execution: Execution, watcher: Watcher, draws: int = 200
+    run: Path,
+    out: Path | None,
+    execution: Execution,
+    watcher: Watcher,
+    draws: int = 200,
 ) -> tuple[Path, dict[str, Tensor]]:
     """Stack a run (`slimbayes.stack`) on the rows that its training held out, evaluate it, and write its record.
 
@@ -53,14 +64,32 @@ def stack_run(
         )
     folder = out or run.with_name(f"{run.name}-stacked")
     if folder.exists() and any(folder.iterdir()):
-        raise RunError(f"{folder} is there already. Choose another directory with --out.")
-    x, y, seed = task.scaling(task.validation.x), task.validation.y, key(experiment.seed, "stack")
-    weights = sb.stack(network, x, y, draws, likelihood=likelihood, scale=predictor.noise, seed=seed)
-    shutil.copytree(run, folder, ignore=shutil.ignore_patterns(*_LEFT), dirs_exist_ok=True)
-    experiment = validate(experiment.resolved | {"name": f"{experiment.name}-stacked"}, str(run))
+        raise RunError(
+            f"{folder} is there already. Choose another directory with --out."
+        )
+    x, y, seed = (
+        task.scaling(task.validation.x),
+        task.validation.y,
+        key(experiment.seed, "stack"),
+    )
+    weights = sb.stack(
+        network, x, y, draws, likelihood=likelihood, scale=predictor.noise, seed=seed
+    )
+    shutil.copytree(
+        run, folder, ignore=shutil.ignore_patterns(*_LEFT), dirs_exist_ok=True
+    )
+    experiment = validate(
+        experiment.resolved | {"name": f"{experiment.name}-stacked"}, str(run)
+    )
     write_config(folder, experiment)
     save_network(folder, network)
-    write_record(folder, experiment, predictor._replace(experiment=experiment), execution, watcher)
+    write_record(
+        folder,
+        experiment,
+        predictor._replace(experiment=experiment),
+        execution,
+        watcher,
+    )
     seal(folder)
     return folder, weights
 
@@ -77,7 +106,9 @@ def weight_lines(weights: dict[str, Tensor]) -> list[str]:
     for name, values in weights.items():
         shown = [f"{value:.3f}" for value in values.tolist()]
         more = f" … {len(shown)}" if len(shown) > 7 else ""
-        out.append(f"{layer_column(name or '(the model)', 32)} {' '.join(shown[:7])}{more}")
+        out.append(
+            f"{layer_column(name or '(the model)', 32)} {' '.join(shown[:7])}{more}"
+        )
     return out
 
 
@@ -91,7 +122,12 @@ class InUnits(nn.Module):
     def __init__(self, network: nn.Module, task: Task, noisy: bool) -> None:
         super().__init__()
         self.network, self.noisy = network, noisy
-        tensors = {"mean": task.scaling.mean, "std": task.scaling.std, "y_mean": task.y_mean, "y_std": task.y_std}
+        tensors = {
+            "mean": task.scaling.mean,
+            "std": task.scaling.std,
+            "y_mean": task.y_mean,
+            "y_std": task.y_std,
+        }
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
         self.mean: Tensor | None
@@ -100,16 +136,22 @@ class InUnits(nn.Module):
         self.y_std: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.network(x if self.mean is None else (x - self.mean) / self.std)
+        out: Tensor = self.network(
+            x if self.mean is None else (x - self.mean) / self.std
+        )
         if self.y_mean is None:
             return out
         if not self.noisy:
             return self.y_mean + self.y_std * out
         mean = self.y_mean + self.y_std * out[..., 0]
-        return torch.stack([mean, out[..., 1].to(mean.dtype)], -1)  # of one type, which ONNX asks for
+        return torch.stack(
+            [mean, out[..., 1].to(mean.dtype)], -1
+        )  # of one type, which ONNX asks for
 
 
-def export_run(run: Path, file: Path, execution: Execution, draws: int = 16) -> Exported:
+def export_run(
+    run: Path, file: Path, execution: Execution, draws: int = 16
+) -> Exported:
     """Write a finished run to a .pt2 or .onnx file, with the draws that `slimbayes predict` uses.
 
     Images are numbers in [0, 1]; `draws` are those of each member.
@@ -125,7 +167,10 @@ def export_run(run: Path, file: Path, execution: Execution, draws: int = 16) -> 
         likelihood=predictor.likelihood,
         scale=scale,
         seed=key(predictor.experiment.seed, "evaluate", "predict"),
-        notes={"classes": list(task.classes), "own": None if task.reader is None else task.reader.to_dict()},
+        notes={
+            "classes": list(task.classes),
+            "own": None if task.reader is None else task.reader.to_dict(),
+        },
     )
 
 
@@ -134,4 +179,9 @@ def _example(predictor: Predictor) -> Tensor:
     assert isinstance(predictor.task.test, Split)
     like = predictor.task.test.x
     words = not like.is_floating_point() and not predictor.task.images
-    return torch.zeros(2, *like.shape[1:], dtype=like.dtype if words else torch.float32, device=predictor.device)
+    return torch.zeros(
+        2,
+        *like.shape[1:],
+        dtype=like.dtype if words else torch.float32,
+        device=predictor.device,
+    )

@@ -45,7 +45,9 @@ _FEW = 5  # rows: bins of no more are outliers in calibration errors of papers (
 def diagnose(name: str, case: Case) -> Found:
     """Run a diagnostic by its name."""
     if name not in DIAGNOSTICS:
-        raise ValueError(f"Unknown diagnostic {name!r}{did_you_mean(name, DIAGNOSTICS)}")
+        raise ValueError(
+            f"Unknown diagnostic {name!r}{did_you_mean(name, DIAGNOSTICS)}"
+        )
     return DIAGNOSTICS[name](case)
 
 
@@ -60,7 +62,8 @@ def scales(case: Case) -> Found:
         numbers |= {"scales_1": found.first(1), "scales_2": found.first(2)}
         case.draw(lambda: plot_scales(network, layer))
     return numbers, {
-        n: {"mean": float(v.mean()), "least": float(v.min()), "largest": float(v.max())} for n, v in values.items()
+        n: {"mean": float(v.mean()), "least": float(v.min()), "largest": float(v.max())}
+        for n, v in values.items()
     }
 
 
@@ -73,19 +76,31 @@ def density(case: Case) -> Found:
     squares, densities, seed = [], [], key(experiment.seed, "density")
     for x, y in batches(case.rows, experiment.evaluate.batch, task.y_mean.device):
         options = {"chunk": 2**16, "scale": noise / task.y_std, "seed": seed}
-        p = sb.predict(network, task.scaling(x), draws=case.draws, likelihood="gaussian", **options)
+        p = sb.predict(
+            network, task.scaling(x), draws=case.draws, likelihood="gaussian", **options
+        )
         p = p.rescaled(task.y_mean, task.y_std)
         squares.append((p.mean - y).square().double())
         densities.append(p.log_prob(y).double())
-    numbers = {"rmse": float(torch.cat(squares).mean().sqrt()), "lpd": float(torch.cat(densities).mean())}
-    return numbers, numbers | {"precision": case.options["precision"], "draws": case.draws}
+    numbers = {
+        "rmse": float(torch.cat(squares).mean().sqrt()),
+        "lpd": float(torch.cat(densities).mean()),
+    }
+    return numbers, numbers | {
+        "precision": case.options["precision"],
+        "draws": case.draws,
+    }
 
 
 def corruption(case: Case) -> Found:
     """Evaluations on corrupted rows that the run itself was not asked for; the table reads them as if it had been."""
     experiment = case.loaded.experiment
-    chosen = experiment.evaluate.model_copy(update={"corruptions": "standard", **case.options})
-    asked = case.loaded._replace(experiment=experiment.model_copy(update={"evaluate": chosen}))
+    chosen = experiment.evaluate.model_copy(
+        update={"corruptions": "standard", **case.options}
+    )
+    asked = case.loaded._replace(
+        experiment=experiment.model_copy(update={"evaluate": chosen})
+    )
     check_sets(chosen, asked.task, case.execution)
     made = corruption_scores(asked, [case.draws], case.execution, Watcher())
     return {}, [one.model_dump(mode="json") for one in made]
@@ -98,7 +113,11 @@ def calibration_errors(evaluation: Evaluation) -> dict[str, float]:
         raise ValueError(
             f"The evaluation on {evaluation.data} has no reliability curve to take calibration errors from."
         )
-    gaps = [(n, abs(a - c)) for n, a, c in zip(curve.count, curve.accuracy, curve.confidence, strict=True) if n > _FEW]
+    gaps = [
+        (n, abs(a - c))
+        for n, a, c in zip(curve.count, curve.accuracy, curve.confidence, strict=True)
+        if n > _FEW
+    ]
     return {
         "ece": sum(n * gap for n, gap in gaps) / evaluation.rows,
         "mce": max((gap for _, gap in gaps), default=math.nan),
@@ -120,12 +139,26 @@ def draws(case: Case) -> Found:
 
 def convergence(case: Case) -> Found:
     """-ELBO of validation rows after each epoch: their NLL under one draw, and the KL per training row."""
-    curve = [(row["step"], row["validation_nll"] + row["kl"]) for row in case.record.curve if "validation_nll" in row]
+    curve = [
+        (row["step"], row["validation_nll"] + row["kl"])
+        for row in case.record.curve
+        if "validation_nll" in row
+    ]
     if not curve:
-        raise ValueError(f"{case.record.name} has no validation rows to follow: set data.validation.")
-    ends = {"quarter": math.ceil(len(curve) / 4), "half": math.ceil(len(curve) / 2), "end": len(curve)}
+        raise ValueError(
+            f"{case.record.name} has no validation rows to follow: set data.validation."
+        )
+    ends = {
+        "quarter": math.ceil(len(curve) / 4),
+        "half": math.ceil(len(curve) / 2),
+        "end": len(curve),
+    }
     numbers = {f"neg_elbo_{name}": curve[index - 1][1] for name, index in ends.items()}
-    numbers |= {name: value for name, value in case.record.curve[-1].items() if name.startswith("validation_")}
+    numbers |= {
+        name: value
+        for name, value in case.record.curve[-1].items()
+        if name.startswith("validation_")
+    }
     return numbers, {"step": [s for s, _ in curve], "neg_elbo": [v for _, v in curve]}
 
 
@@ -143,11 +176,18 @@ def tracked(case: Case) -> Found:
             noted.setdefault(what, []).append(value)
     if not noted:
         of = "its posterior" if layer is None else repr(layer)
-        raise ValueError(f"{case.record.name} has noted nothing of {of}: set train.track, or name another layer.")
-    numbers = {"step": row["step"]} | {what: fmean(values) for what, values in noted.items()}
+        raise ValueError(
+            f"{case.record.name} has noted nothing of {of}: set train.track, or name another layer."
+        )
+    numbers = {"step": row["step"]} | {
+        what: fmean(values) for what, values in noted.items()
+    }
     if "validation_nll" in row:
         numbers["neg_elbo"] = row["validation_nll"] + row["kl"]
-    every = [{n: v for n, v in one.items() if n.partition(".")[2]} | {"step": one["step"]} for one in curve]
+    every = [
+        {n: v for n, v in one.items() if n.partition(".")[2]} | {"step": one["step"]}
+        for one in curve
+    ]
     return numbers, every
 
 
@@ -157,9 +197,15 @@ def prior_functions(case: Case) -> Found:
 
     torch.manual_seed(case.seed)
     x = torch.linspace(-5, 5, 4001)
-    drawn: dict[str, Tensor] = {m: prior_plots.prior_functions(m, x, **case.options) for m in prior_plots.METHODS}
+    drawn: dict[str, Tensor] = {
+        m: prior_plots.prior_functions(m, x, **case.options)
+        for m in prior_plots.METHODS
+    }
     case.draw(lambda: prior_plots.plot_prior_functions(x, drawn))
-    numbers = {f"steps_{method}": prior_plots.mean_steps(values) for method, values in drawn.items()}
+    numbers = {
+        f"steps_{method}": prior_plots.mean_steps(values)
+        for method, values in drawn.items()
+    }
     return numbers, numbers
 
 
@@ -170,9 +216,16 @@ def induced_priors(case: Case) -> Found:
     points = torch.linspace(-4, 4, 800)
     case.draw(lambda: prior_plots.plot_induced_priors(points))
     at = torch.tensor([0.1, 4.0])
-    found = {name: prior_plots.induced_prior(at, prior).tolist() for name, prior in prior_plots.FIGURE.items()}
+    found = {
+        name: prior_plots.induced_prior(at, prior).tolist()
+        for name, prior in prior_plots.FIGURE.items()
+    }
     names = dict(zip(found, ("fixed", "normal", "cauchy", "student"), strict=True))
-    numbers = {f"{names[n]}_{place}": v for n, both in found.items() for place, v in zip(("zero", "tail"), both)}
+    numbers = {
+        f"{names[n]}_{place}": v
+        for n, both in found.items()
+        for place, v in zip(("zero", "tail"), both)
+    }
     return numbers, found
 
 
@@ -192,7 +245,10 @@ def step_times(case: Case) -> Found:
     that slows down slows both. Steps are eager, with Adam and a GPU waited for; `step_ratio` is of medians."""
     device = case.execution.device
     torch.manual_seed(case.seed)
-    own, point = _step(POSTERIORS[case.options["posterior"]], device), _step(POSTERIORS["point"], device)
+    own, point = (
+        _step(POSTERIORS[case.options["posterior"]], device),
+        _step(POSTERIORS["point"], device),
+    )
     taken: list[tuple[float, float]] = []
     for _ in range(int(case.options.get("steps", 300)) + _WARM):
         taken.append((_timed(own, device), _timed(point, device)))
@@ -202,18 +258,27 @@ def step_times(case: Case) -> Found:
         "step_ms_sem": stdev(mine) / math.sqrt(len(mine)),
         "step_ratio": median(mine) / median(theirs),
     }
-    return numbers, numbers | {"median_ms": median(mine), "device": device.type, "torch": torch.__version__}
+    return numbers, numbers | {
+        "median_ms": median(mine),
+        "device": device.type,
+        "torch": torch.__version__,
+    }
 
 
 def _step(config: sb.Config, device: torch.device) -> Callable[[], None]:
     net = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
     model = sb.bayesianize(net, config).to(device)
-    x, y = torch.randn(_ROWS, 784, device=device), torch.randint(10, (_ROWS,), device=device)
+    x, y = (
+        torch.randn(_ROWS, 784, device=device),
+        torch.randint(10, (_ROWS,), device=device),
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
     def step() -> None:
         optimizer.zero_grad()
-        sb.elbo(sb.categorical(sb.sample(model, x), y), model, _TRAINING_ROWS).loss.backward()
+        sb.elbo(
+            sb.categorical(sb.sample(model, x), y), model, _TRAINING_ROWS
+        ).loss.backward()
         optimizer.step()
 
     return step

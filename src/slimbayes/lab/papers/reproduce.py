@@ -81,7 +81,12 @@ def reproduce(
     out.mkdir(parents=True, exist_ok=True)
     table.write(out)
     known = by_hash(out)
-    asked = [(row, seed) for row in table.rows for seed in dict.fromkeys(seeds) if seed < _splits(row, scale)]
+    asked = [
+        (row, seed)
+        for row in table.rows
+        for seed in dict.fromkeys(seeds)
+        if seed < _splits(row, scale)
+    ]
     for row, seed in asked:
         watcher.say(f"{row.name}, seed {seed}")
         try:
@@ -109,19 +114,31 @@ def _splits(row: PaperRow, scale: Scale) -> float:
 
 def _draw(table: Reproduction, out: Path, watcher: Watcher) -> None:
     """Curves, scores by severity and their spread over corruption types of a figure's runs: a page beside its table."""
-    folders = list(dict.fromkeys(result.folder for result in table.results if result.folder is not None))
+    folders = list(
+        dict.fromkeys(
+            result.folder for result in table.results if result.folder is not None
+        )
+    )
     if not folders or table.rows[0].paper.figure is None:
         return
     try:
         from slimbayes.report import write_page
 
-        write_page(folders, out / "page.html", f"{table.name}: {table.rows[0].paper.place}")
+        write_page(
+            folders, out / "page.html", f"{table.name}: {table.rows[0].paper.place}"
+        )
     except ImportError as error:
         watcher.say(f"The page with the figure's charts is left out: {error}")
 
 
 def _run(
-    row: PaperRow, seed: int, out: Path, execution: Execution, scale: Scale, watcher: Watcher, known: Mapping[str, Path]
+    row: PaperRow,
+    seed: int,
+    out: Path,
+    execution: Execution,
+    scale: Scale,
+    watcher: Watcher,
+    known: Mapping[str, Path],
 ) -> RowResult:
     if not row.trains:
         case = Case(None, 1, seed, row.paper.options, execution)
@@ -131,25 +148,39 @@ def _run(
     folder, former = default_folder(experiment, out), known.get(experiment.hash)
     if former is not None and not (folder / "record.json").exists():
         folder = former  # of before the rule of hashes changed
-        watcher.say(f"{former.name} is this row's run: its record holds the same config.")
+        watcher.say(
+            f"{former.name} is this row's run: its record holds the same config."
+        )
     else:
         fit(experiment, folder, execution, resume=True, watcher=watcher)
     record = read(folder)
     draws = draws_of(record, row.paper.draws)
     case = Case(folder, draws, seed, row.paper.options, execution)
-    found, files = _diagnosed(row, case, out, f"{row.stem}-{seed}-{experiment.hash}", record.digest)
+    found, files = _diagnosed(
+        row, case, out, f"{row.stem}-{seed}-{experiment.hash}", record.digest
+    )
     if "corruption" in found:  # as if the record had them
-        more = [Evaluation.model_validate(one) for one in found["corruption"]["details"]]
+        more = [
+            Evaluation.model_validate(one) for one in found["corruption"]["details"]
+        ]
         record = record.model_copy(update={"evaluations": [*record.evaluations, *more]})
     numbers = scores_of_record(record, draws) | _numbers(found)
-    return RowResult(row, seed, numbers, record, folder, describe_setting(experiment, scale), files)
+    return RowResult(
+        row, seed, numbers, record, folder, describe_setting(experiment, scale), files
+    )
 
 
 def _numbers(found: Mapping[str, Any]) -> Numbers:
-    return {name: number for one in found.values() for name, number in one["numbers"].items()}
+    return {
+        name: number
+        for one in found.values()
+        for name, number in one["numbers"].items()
+    }
 
 
-def _diagnosed(row: PaperRow, case: Case, out: Path, stem: str, digest: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _diagnosed(
+    row: PaperRow, case: Case, out: Path, stem: str, digest: str
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """What each of a row's diagnostics found, numbers and details, and the files that hold it; what an earlier call
     found of the same run is read again.
     """
@@ -157,15 +188,25 @@ def _diagnosed(row: PaperRow, case: Case, out: Path, stem: str, digest: str) -> 
     files = []
     for name in row.paper.diagnostic:
         file = out / "diagnostics" / f"{stem}-{name}.json"
-        key: dict[str, Any] = {"digest": digest, "options": case.options, "draws": case.draws}
+        key: dict[str, Any] = {
+            "digest": digest,
+            "options": case.options,
+            "draws": case.draws,
+        }
         found = _earlier(file, key)
         if found is None:
             file.parent.mkdir(exist_ok=True)
-            mine, details = diagnose(name, replace(case, picture=file.with_suffix(".png")))
+            mine, details = diagnose(
+                name, replace(case, picture=file.with_suffix(".png"))
+            )
             found = {**key, "numbers": mine, "details": details}
             write_json(file, found)
         every[name] = found
-        files += [str(path.relative_to(out)) for path in (file, file.with_suffix(".png")) if path.exists()]
+        files += [
+            str(path.relative_to(out))
+            for path in (file, file.with_suffix(".png"))
+            if path.exists()
+        ]
     return every, tuple(files)
 
 
@@ -173,8 +214,14 @@ def _earlier(file: Path, key: dict[str, Any]) -> dict[str, Any] | None:
     """What an earlier call found of the same; None where the file is no such finding."""
     try:
         found: dict[str, Any] = parse_json(read_file(file))
-        numeric = all(isinstance(number, int | float) for number in found["numbers"].values())
-        return found if numeric and all(found[name] == value for name, value in key.items()) else None
+        numeric = all(
+            isinstance(number, int | float) for number in found["numbers"].values()
+        )
+        return (
+            found
+            if numeric and all(found[name] == value for name, value in key.items())
+            else None
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -182,6 +229,12 @@ def _earlier(file: Path, key: dict[str, Any]) -> dict[str, Any] | None:
 def parse_seeds(text: str) -> list[int]:
     """Seeds from a command line: "0-3,7" is [0, 1, 2, 3, 7]."""
     if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text):
-        raise ValueError(f"--seeds takes whole numbers and ranges of them, such as 0,1,2 or 0-9, got {brief(text)}.")
+        raise ValueError(
+            f"--seeds takes whole numbers and ranges of them, such as 0,1,2 or 0-9, got {brief(text)}."
+        )
     parts = [part.partition("-") for part in text.split(",")]
-    return [seed for first, _, last in parts for seed in range(int(first), int(last or first) + 1)]
+    return [
+        seed
+        for first, _, last in parts
+        for seed in range(int(first), int(last or first) + 1)
+    ]

@@ -23,7 +23,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    model_validator,
+)
 
 import slimbayes
 from slimbayes.errors import brief, cut, did_you_mean
@@ -31,7 +37,12 @@ from slimbayes.lab.configs.experiment import Experiment
 from slimbayes.lab.configs.files import ConfigError, Scale, load, read_tree, row_names
 from slimbayes.report.metric import mean, metric, t_interval
 
-UNITS = {"": 1.0, "%": 100.0, "k": 1e-3, "M": 1e-6}  # from a record's numbers to printed ones
+UNITS = {
+    "": 1.0,
+    "%": 100.0,
+    "k": 1e-3,
+    "M": 1e-6,
+}  # from a record's numbers to printed ones
 
 
 class Printed(BaseModel):
@@ -64,7 +75,10 @@ class Printed(BaseModel):
     draws: int | None = None
     repeat: Literal["seed", "data.split"] = "seed"
     relative_to: str | None = None
-    diagnostic: Annotated[tuple[str, ...], BeforeValidator(lambda v: [v] if isinstance(v, str) else v or [])] = ()
+    diagnostic: Annotated[
+        tuple[str, ...],
+        BeforeValidator(lambda v: [v] if isinstance(v, str) else v or []),
+    ] = ()
     options: dict[str, Any] = {}
     claims: tuple[Claim, ...] = ()
     note: str = ""
@@ -78,7 +92,9 @@ class Printed(BaseModel):
         columns, out = given.get("columns", []), dict(given)
         if isinstance(numbers := given.get("numbers"), list):
             if len(numbers) != len(columns):
-                raise ValueError(f"there are {len(columns)} columns, but {len(numbers)} numbers")
+                raise ValueError(
+                    f"there are {len(columns)} columns, but {len(numbers)} numbers"
+                )
             out["numbers"] = dict(zip(columns, numbers, strict=True))
         if isinstance(errors := given.get("errors"), list):
             out["errors"] = dict(zip(columns, errors, strict=False))
@@ -107,14 +123,20 @@ class PaperRow:
 
     def experiment(self, scale: Scale = "full", seed: int = 0) -> Experiment:
         """The row's config at a scale, for one of the seeds."""
-        overrides = [f"seed={seed}"] + ([f"data.split={seed}"] if self.paper.repeat == "data.split" else [])
+        overrides = [f"seed={seed}"] + (
+            [f"data.split={seed}"] if self.paper.repeat == "data.split" else []
+        )
         return load(f"{self.file}#{self.stem}", overrides, scale)
 
 
 def roots() -> list[Path]:
     """Folders that may hold the experiments: ./experiments, the repository's, the installed copy."""
     package = Path(slimbayes.__file__).resolve().parent
-    places = [Path("experiments"), package.parents[1] / "experiments", package / "experiments"]
+    places = [
+        Path("experiments"),
+        package.parents[1] / "experiments",
+        package / "experiments",
+    ]
     return [place for place in places if place.is_dir()]
 
 
@@ -135,7 +157,11 @@ def find(name: str, folders: Sequence[Path] | None = None) -> list[PaperRow]:
     for root in roots() if folders is None else folders:
         file = root / paper / f"{table}.yaml"
         if paper and table and file.is_file():
-            names = [row for row in row_names(read_tree(file)) if fnmatchcase(row, wanted or "*")]
+            names = [
+                row
+                for row in row_names(read_tree(file))
+                if fnmatchcase(row, wanted or "*")
+            ]
             if names:
                 return [_row(file, f"{paper}/{table}/{row}") for row in names]
     known = list(listings(folders))
@@ -146,17 +172,28 @@ def find(name: str, folders: Sequence[Path] | None = None) -> list[PaperRow]:
 def listings(folders: Sequence[Path] | None = None) -> dict[str, tuple[str, int]]:
     """Every table and figure there is, with what the paper calls it and how many rows it has."""
     found: dict[str, tuple[str, int]] = {}
-    for file in (file for root in (roots() if folders is None else folders) for file in root.glob("*/*.yaml")):
+    for file in (
+        file
+        for root in (roots() if folders is None else folders)
+        for file in root.glob("*/*.yaml")
+    ):
         tree = read_tree(file)
-        place = tree.get("paper", {}).get("table") or tree.get("paper", {}).get("figure")
+        place = tree.get("paper", {}).get("table") or tree.get("paper", {}).get(
+            "figure"
+        )
         if place:
-            found.setdefault(f"{file.parent.name}/{file.stem}", (place, len(row_names(tree))))
+            found.setdefault(
+                f"{file.parent.name}/{file.stem}", (place, len(row_names(tree)))
+            )
     return dict(sorted(found.items(), key=lambda item: _by_number(item[0])))
 
 
 def list_all() -> list[str]:
     """A line for each table and figure that can be reproduced, its name first."""
-    return [f"{name:<20} {place}, {rows} row{'s' if rows > 1 else ''}" for name, (place, rows) in listings().items()]
+    return [
+        f"{name:<20} {place}, {rows} row{'s' if rows > 1 else ''}"
+        for name, (place, rows) in listings().items()
+    ]
 
 
 def _by_number(name: str) -> tuple[str, bool, int, str]:
@@ -170,11 +207,18 @@ def _row(file: Path, name: str) -> PaperRow:
     place = f"{file}#{name.rpartition('/')[2]}"
     tree = read_tree(Path(place))
     if "paper" not in tree:
-        raise ConfigError(f"{place} needs a section `paper` that says which row it is: {{row: ..., numbers: ...}}.")
+        raise ConfigError(
+            f"{place} needs a section `paper` that says which row it is: {{row: ..., numbers: ...}}."
+        )
     try:
-        return PaperRow(name, file, Printed.model_validate(tree["paper"]), "data" in tree)
+        return PaperRow(
+            name, file, Printed.model_validate(tree["paper"]), "data" in tree
+        )
     except ValidationError as error:
-        faults = [(".".join(map(str, ("paper", *f["loc"]))), f["msg"]) for f in error.errors(include_url=False)]
+        faults = [
+            (".".join(map(str, ("paper", *f["loc"]))), f["msg"])
+            for f in error.errors(include_url=False)
+        ]
         told = "; ".join(f"{cut(path)}: {cut(fault)}" for path, fault in faults[:5])
         raise ConfigError(f"{place}: {told}.") from error
 
@@ -182,7 +226,12 @@ def _row(file: Path, name: str) -> PaperRow:
 FEWEST = 3  # seeds that can decide: two agree by chance half of the time
 BySeed = Mapping[int, Mapping[str, float]]  # scores of a row, for each seed
 PREFIXES = ("corrupted_", "validation_", "member_")
-_LOWER = ("corruption_error", "relative_corruption_error", "error_", "neg_elbo")  # how such names begin
+_LOWER = (
+    "corruption_error",
+    "relative_corruption_error",
+    "error_",
+    "neg_elbo",
+)  # how such names begin
 
 
 class Claim(BaseModel):
@@ -201,38 +250,66 @@ class Claim(BaseModel):
             name = name.removeprefix(prefix)
         lower = name.startswith(_LOWER) or metric(name).better == "lower"
         if not lower and not name.startswith("snr") and metric(name).better != "higher":
-            raise ValueError(f"claims: nobody says whether more or less of {self.score!r} is better.")
+            raise ValueError(
+                f"claims: nobody says whether more or less of {self.score!r} is better."
+            )
         return -1 if lower else 1
 
     def judged(self, rows: Mapping[str, BySeed]) -> dict[str, Any]:
         """The claim, the mean difference and its interval over the seeds that both rows have, and a verdict."""
         ours, theirs = rows.get(self.better, {}), rows.get(self.than, {})
-        shared = [s for s in ours if s in theirs and self.score in ours[s] and self.score in theirs[s]]
+        shared = [
+            s
+            for s in ours
+            if s in theirs and self.score in ours[s] and self.score in theirs[s]
+        ]
         differences = [ours[s][self.score] - theirs[s][self.score] for s in shared]
         interval = t_interval(differences)
-        found = {**self.model_dump(), "seeds": len(shared), "difference": None, "interval": interval}
+        found = {
+            **self.model_dump(),
+            "seeds": len(shared),
+            "difference": None,
+            "interval": interval,
+        }
         if not shared:
             return found | {"verdict": "not run"}
         average = mean(differences)
         if not math.isfinite(average):
             return found | {"verdict": "undecided: a score is not finite"}
-        return found | {"difference": average, "verdict": self._verdict(differences, interval)}
+        return found | {
+            "difference": average,
+            "verdict": self._verdict(differences, interval),
+        }
 
-    def _verdict(self, differences: Sequence[float], interval: tuple[float, float] | None) -> str:
+    def _verdict(
+        self, differences: Sequence[float], interval: tuple[float, float] | None
+    ) -> str:
         agrees = all(self.sign * difference > 0 for difference in differences)
         if interval is None:
             return f"one seed, which {'agrees' if agrees else 'does not agree'}"
         if len(differences) < FEWEST:
             return f"two seeds, which {'agree' if agrees else 'do not both agree'}"
         low, high = sorted(self.sign * end for end in interval)
-        return "holds" if low > 0 else "does not hold: it is the other way round" if high < 0 else "undecided"
+        return (
+            "holds"
+            if low > 0
+            else "does not hold: it is the other way round"
+            if high < 0
+            else "undecided"
+        )
 
 
-def claim_lines(claims: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> list[str]:
+def claim_lines(
+    claims: Sequence[Mapping[str, Any]], labels: Mapping[str, str]
+) -> list[str]:
     """Lines about judged claims, as a table has them."""
     lines = []
     for claim in claims:
-        ours, theirs, score = labels[claim["better"]], labels[claim["than"]], claim["score"].replace("_", " ")
+        ours, theirs, score = (
+            labels[claim["better"]],
+            labels[claim["than"]],
+            claim["score"].replace("_", " "),
+        )
         text = f"- {ours} better than {theirs} in {score}: **{claim['verdict']}**"
         if claim["difference"] is not None:
             text += f", {claim['difference']:+.4g}"

@@ -35,18 +35,27 @@ class RowStatus:
 
 
 def row_statuses(
-    rows: Sequence[PaperRow], folders: Sequence[Path], records: Iterable[tuple[Path, Record]] | None = None
+    rows: Sequence[PaperRow],
+    folders: Sequence[Path],
+    records: Iterable[tuple[Path, Record]] | None = None,
 ) -> list[RowStatus]:
     """What records under some folders say about each of some rows; `records` are those, where they are read already."""
     out = {row.stem: RowStatus(row.stem) for row in rows}
-    named: dict[str, list[tuple[PaperRow, Scale]]] = {}  # a run is a row's only if it has its name, which hashes hold
+    named: dict[
+        str, list[tuple[PaperRow, Scale]]
+    ] = {}  # a run is a row's only if it has its name, which hashes hold
     for row, scale in product((row for row in rows if row.trains), SCALES):
         named.setdefault(row.experiment(scale).name, []).append((row, scale))
     for file, record in _records(folders) if records is None else records:
         if record.name in named:
-            alike = [(out[row.stem], scale, row.experiment(scale, record.seed)) for row, scale in named[record.name]]
+            alike = [
+                (out[row.stem], scale, row.experiment(scale, record.seed))
+                for row, scale in named[record.name]
+            ]
             _place(alike, file, record)
-    for row in (row for row in rows if not row.trains):  # no run to have a record of: its table is all there is
+    for row in (
+        row for row in rows if not row.trains
+    ):  # no run to have a record of: its table is all there is
         out[row.stem].seeds = _tabled(row, folders)
     return list(out.values())
 
@@ -54,11 +63,18 @@ def row_statuses(
 def _tabled(row: PaperRow, folders: Sequence[Path]) -> dict[str, list[int]]:
     """Seeds by scale of a row that trains nothing, from tables that were written."""
     found: dict[str, set[int]] = {}
-    for file in sorted({file for folder in folders for file in folder.glob("**/table.json")}):
+    for file in sorted(
+        {file for folder in folders for file in folder.glob("**/table.json")}
+    ):
         try:
             table = parse_json(read_file(file))
             if f"{row.name}/".startswith(f"{table['name']}/"):
-                seeds = {seed for one in table["rows"] if one["row"] == row.stem for seed in one["seeds"]}
+                seeds = {
+                    seed
+                    for one in table["rows"]
+                    if one["row"] == row.stem
+                    for seed in one["seeds"]
+                }
                 found.setdefault(table["scale"], set()).update(seeds)
         except (OSError, ValueError, KeyError, TypeError):  # no table of ours
             continue
@@ -66,8 +82,12 @@ def _tabled(row: PaperRow, folders: Sequence[Path]) -> dict[str, list[int]]:
 
 
 def _records(folders: Sequence[Path]) -> Iterable[tuple[Path, Record]]:
-    for file in sorted({file for folder in folders for file in folder.glob("**/*.json")}):
-        if file.name == "record.json" or (file.parent in folders and file.name != "table.json"):
+    for file in sorted(
+        {file for folder in folders for file in folder.glob("**/*.json")}
+    ):
+        if file.name == "record.json" or (
+            file.parent in folders and file.name != "table.json"
+        ):
             try:
                 yield file, read(file)
             except RecordError:
@@ -83,10 +103,16 @@ def by_hash(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _place(wanted: Sequence[tuple[RowStatus, Scale, Experiment]], file: Path, record: Record) -> None:
+def _place(
+    wanted: Sequence[tuple[RowStatus, Scale, Experiment]], file: Path, record: Record
+) -> None:
     """Note a record with the rows whose config it has, or, where there is none, with the one that is nearest."""
     present, fault = _present(record)
-    own = [one for one in wanted if one[2].hash in (record.config_hash, present and present.hash)]
+    own = [
+        one
+        for one in wanted
+        if one[2].hash in (record.config_hash, present and present.hash)
+    ]
     for status, scale, config in own:
         seeds = status.seeds.setdefault(scale, [])
         if record.seed not in seeds:
@@ -96,10 +122,16 @@ def _place(wanted: Sequence[tuple[RowStatus, Scale, Experiment]], file: Path, re
         return
     # With today's defaults on both sides: options that came since do not differ.
     tree = present.resolved if present else record.config
-    alike = [(differences(tree, config.resolved), status) for status, _, config in wanted]
+    alike = [
+        (differences(tree, config.resolved), status) for status, _, config in wanted
+    ]
     odd, nearest = min(alike, key=lambda one: len(one[0]))
     more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
-    why = f"its config is not valid any more: {fault}" if fault else f"it differs in {'; '.join(odd[:_SHOWN])}{more}"
+    why = (
+        f"its config is not valid any more: {fault}"
+        if fault
+        else f"it differs in {'; '.join(odd[:_SHOWN])}{more}"
+    )
     nearest.remarks.append(f"{file.parent.name or file.name} is another config: {why}")
 
 
@@ -111,7 +143,9 @@ def _present(record: Record) -> tuple[Experiment | None, str]:
         return None, cut(" ".join(str(error).split()), most=200)
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> list[str]:
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], path: str = ""
+) -> list[str]:
     """Fields of two resolved configs that differ, as "path old -> new"; one that only one side has counts if it is set.
 
     Example:
@@ -124,7 +158,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") 
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             out += differences(before, after, f"{place}.")
         elif before != after:
-            out.append(f"{place} {cut(str(before), most=40)} -> {cut(str(after), most=40)}")
+            out.append(
+                f"{place} {cut(str(before), most=40)} -> {cut(str(after), most=40)}"
+            )
     return out
 
 
@@ -138,7 +174,9 @@ def status(name: str, out: Path | None = None) -> list[str]:
         full, small = (_seeds(row.seeds.get(scale, [])) for scale in SCALES)
         lines.append(f"{row.row:<{width}}{full:<24}{small}")
     if older := sum(row.older for row in rows):
-        lines.append(f"Found by their configs, from before hashes left defaults out: {older}.")
+        lines.append(
+            f"Found by their configs, from before hashes left defaults out: {older}."
+        )
     return lines + [remark for row in rows for remark in row.remarks]
 
 
@@ -158,10 +196,14 @@ def _results(table: str) -> list[Path]:
 def overview(folders: Sequence[Path] | None = None) -> list[str]:
     """A line for each table and figure: how many of its rows have records, by scale; in results/, or in `folders`."""
     lines = [f"{'table or figure':<24}{'rows':>5}{'full':>6}{'small':>6}"]
-    read_once = cache(lambda paper, where: list(_records(where)))  # the tables of a paper share its records
+    read_once = cache(
+        lambda paper, where: list(_records(where))
+    )  # the tables of a paper share its records
     for name in listings():
         where = tuple(_results(name) if folders is None else folders)
         rows = row_statuses(find(name), where, read_once(name.partition("/")[0], where))
-        full, small = (sum(bool(row.seeds.get(scale)) for row in rows) for scale in SCALES)
+        full, small = (
+            sum(bool(row.seeds.get(scale)) for row in rows) for scale in SCALES
+        )
         lines.append(f"{name:<24}{len(rows):>5}{full:>6}{small:>6}")
     return lines

@@ -48,20 +48,38 @@ def scores_of_record(record: Record, draws: int) -> Numbers:
     out: Numbers = {}
     for e in (e for e in record.evaluations if e.role == "test" and e.draws == draws):
         out |= e.metrics | e.diversity
-        out |= {f"member_{name}": fmean(one[name] for one in e.members) for name in (e.members[0] if e.members else ())}
-    for e in (e for e in record.evaluations if e.role == "validation" and e.draws == draws):
+        out |= {
+            f"member_{name}": fmean(one[name] for one in e.members)
+            for name in (e.members[0] if e.members else ())
+        }
+    for e in (
+        e for e in record.evaluations if e.role == "validation" and e.draws == draws
+    ):
         out |= {f"validation_{name}": value for name, value in e.metrics.items()}
-    corrupted = [e for e in record.evaluations if e.role == "corruption" and e.draws == draws]
+    corrupted = [
+        e for e in record.evaluations if e.role == "corruption" and e.draws == draws
+    ]
     for name in ("nll", "accuracy", "ece") if corrupted else ():
         out[f"corrupted_{name}"] = fmean(e.metrics[name] for e in corrupted)
     for severity in sorted({e.severity for e in corrupted}):
         some = [e.metrics for e in corrupted if e.severity == severity]
-        out |= {f"severity{severity}_{name}": fmean(m[name] for m in some) for name in ("nll", "accuracy", "ece")}
+        out |= {
+            f"severity{severity}_{name}": fmean(m[name] for m in some)
+            for name in ("nll", "accuracy", "ece")
+        }
     rates = error_rates(record, draws)
-    if record.data.startswith("imagenet") and all(len(rates.get(c, ())) == 5 for c in CORRUPTIONS):
-        out |= corruption_against({c: rates[c] for c in ("clean", *CORRUPTIONS)}, {**ALEXNET, "clean": ALEXNET_CLEAN})
+    if record.data.startswith("imagenet") and all(
+        len(rates.get(c, ())) == 5 for c in CORRUPTIONS
+    ):
+        out |= corruption_against(
+            {c: rates[c] for c in ("clean", *CORRUPTIONS)},
+            {**ALEXNET, "clean": ALEXNET_CLEAN},
+        )
     size = record.parameters
-    return out | {"parameters": float(size.total), "overhead": size.total / size.plain - 1}
+    return out | {
+        "parameters": float(size.total),
+        "overhead": size.total / size.plain - 1,
+    }
 
 
 def relative_errors(result: RowResult, results: Iterable[RowResult]) -> Numbers:
@@ -70,13 +88,21 @@ def relative_errors(result: RowResult, results: Iterable[RowResult]) -> Numbers:
     Nothing where that row has not been run.
     """
     wanted = (result.row.paper.relative_to, result.seed)
-    against = next((other for other in results if (other.row.stem, other.seed) == wanted), None)
+    against = next(
+        (other for other in results if (other.row.stem, other.seed) == wanted), None
+    )
     if against is None or against.record is None or result.record is None:
         return {}
     ours = error_rates(result.record, draws_of(result.record, result.row.paper.draws))
-    theirs = error_rates(against.record, draws_of(against.record, against.row.paper.draws))
+    theirs = error_rates(
+        against.record, draws_of(against.record, against.row.paper.draws)
+    )
     corrupted = [rates for name, rates in theirs.items() if name != "clean"]
-    return corruption_against(ours, theirs) if len(ours) > 1 and all(map(sum, corrupted)) else {}
+    return (
+        corruption_against(ours, theirs)
+        if len(ours) > 1 and all(map(sum, corrupted))
+        else {}
+    )
 
 
 @dataclass(frozen=True)
@@ -98,7 +124,10 @@ class Reproduction:
     def summary(self) -> dict[str, Any]:
         """Everything as JSON holds it: for each row ours (mean, standard error, number of seeds) and the paper's."""
         rows, paper = [self._entry(row) for row in self.rows], self.rows[0].paper
-        scores = {row.stem: {r.seed: self._numbers(r) for r in self._of(row)} for row in self.rows}
+        scores = {
+            row.stem: {r.seed: self._numbers(r) for r in self._of(row)}
+            for row in self.rows
+        }
         return {
             "name": self.name, "place": paper.place, "scale": self.scale, "rows": rows,
             "claims": [claim.judged(scores) for claim in paper.claims if {claim.better, claim.than} <= scores.keys()],
@@ -133,20 +162,34 @@ class Reproduction:
         }  # fmt: skip
 
 
-def averages(numbers: Sequence[Numbers], units: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def averages(
+    numbers: Sequence[Numbers], units: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
     """Mean, standard error, 95 % bootstrap interval and number of seeds of each score, in printed units.
 
     What is not finite stands in place of the mean.
     """
     out: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(n for one in numbers for n in one):
-        values = [one[name] * UNITS[units.get(name, "")] for one in numbers if name in one]
+        values = [
+            one[name] * UNITS[units.get(name, "")] for one in numbers if name in one
+        ]
         odd = sorted({str(value) for value in values if not math.isfinite(value)})
-        error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 and not odd else None
-        if len(numbers) == 1 and f"{name}_sem" in numbers[0]:  # over rows, where a diagnostic has it
+        error = (
+            stdev(values) / math.sqrt(len(values))
+            if len(values) > 1 and not odd
+            else None
+        )
+        if (
+            len(numbers) == 1 and f"{name}_sem" in numbers[0]
+        ):  # over rows, where a diagnostic has it
             error = numbers[0][f"{name}_sem"] * UNITS[units.get(name, "")]
         # JSON has no word for NaN or infinity: they are written as text.
-        found = {"mean": "/".join(odd) if odd else fmean(values), "error": error, "count": len(values)}
+        found = {
+            "mean": "/".join(odd) if odd else fmean(values),
+            "error": error,
+            "count": len(values),
+        }
         out[name] = found | {"interval": bootstrap_interval(values)}
     return out
 
@@ -161,34 +204,69 @@ def describe_setting(experiment: Experiment, scale: Scale) -> str:
     """
     data, sizes = experiment.data, dict(experiment.resolved["model"])
     kind = sizes.pop("kind")
-    shape = ", ".join(f"{n} {'-'.join(map(str, v)) if isinstance(v, list) else v}" for n, v in sizes.items())
+    shape = ", ".join(
+        f"{n} {'-'.join(map(str, v)) if isinstance(v, list) else v}"
+        for n, v in sizes.items()
+    )
     rows = f"up to {data.train_limit:,} rows" if data.train_limit else "all rows"
     text = f"{data.name}, {rows}, {kind}{f' ({shape})' if shape else ''}, {experiment.train.epochs:,} epochs"
-    return f"{scale}: {text}" + (" - not the paper's setting" if scale == "small" else "")
+    return f"{scale}: {text}" + (
+        " - not the paper's setting" if scale == "small" else ""
+    )
 
 
 def markdown(found: Mapping[str, Any]) -> str:
     """The table to read, ours above the paper's, from a `Reproduction.summary()`."""
     rows = found["rows"]
-    shown = dict.fromkeys(name for row in rows for name in (row["shows"] or list(row["ours"])[:6]))
+    shown = dict.fromkeys(
+        name for row in rows for name in (row["shows"] or list(row["ours"])[:6])
+    )
     decimals = {name: _decimals(rows, name) for name in shown if name not in _SIZES}
     unit = {name: f" [{u}]" for row in rows for name, u in row["units"].items() if u}
     scores = [name.replace("_", " ") + unit.get(name, "") for name in decimals]
     lines = [f"# {found['name']}: {found['place']}", "", *_remarks(found), ""]
-    lines += [_line(["", *scores, "draws", "seeds", *_SIZES]), "|---|" + "---:|" * (len(decimals) + 4)]
+    lines += [
+        _line(["", *scores, "draws", "seeds", *_SIZES]),
+        "|---|" + "---:|" * (len(decimals) + 4),
+    ]
     for row in rows:
-        ours = [_value(row["ours"].get(name), digits) for name, digits in decimals.items()]
-        size = [f"{row['parameters']:,}", f"{row['overhead']:.2%}"] if "parameters" in row else ["", ""]
-        lines.append(_line([row["label"], *ours, str(row.get("draws", "")), str(len(row["seeds"]) or "none"), *size]))
+        ours = [
+            _value(row["ours"].get(name), digits) for name, digits in decimals.items()
+        ]
+        size = (
+            [f"{row['parameters']:,}", f"{row['overhead']:.2%}"]
+            if "parameters" in row
+            else ["", ""]
+        )
+        lines.append(
+            _line(
+                [
+                    row["label"],
+                    *ours,
+                    str(row.get("draws", "")),
+                    str(len(row["seeds"]) or "none"),
+                    *size,
+                ]
+            )
+        )
         if row["paper"]:
             theirs = [_printed(row, name, digits) for name, digits in decimals.items()]
             size = [
-                f"*{row['paper'][name]:,.10g}{row['units'].get(name, '')}*" if name in row["paper"] else ""
+                f"*{row['paper'][name]:,.10g}{row['units'].get(name, '')}*"
+                if name in row["paper"]
+                else ""
                 for name in _SIZES
             ]
             lines.append(_line(["*paper*", *theirs, "", "", *size]))
-    if claims := claim_lines(found.get("claims", ()), {row["row"]: row["label"] for row in rows}):
-        lines += ["", "What the paper claims, and differences here over the same seeds:", "", *claims]
+    if claims := claim_lines(
+        found.get("claims", ()), {row["row"]: row["label"] for row in rows}
+    ):
+        lines += [
+            "",
+            "What the paper claims, and differences here over the same seeds:",
+            "",
+            *claims,
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -199,7 +277,9 @@ def _line(cells: Iterable[str]) -> str:
 def _remarks(found: Mapping[str, Any]) -> list[str]:
     """Scale, what rows differ in, and what failed."""
     rows = found["rows"]
-    settings: list[tuple[str, str, str]] = []  # data, the rest of a setting, label; data that share the rest, a line
+    settings: list[
+        tuple[str, str, str]
+    ] = []  # data, the rest of a setting, label; data that share the rest, a line
     for row in rows:
         for text in row["settings"]:
             data, _, rest = text.partition(": ")[2].partition(", ")
@@ -209,11 +289,19 @@ def _remarks(found: Mapping[str, Any]) -> list[str]:
         names = dict.fromkeys(data for data, other, _ in settings if other == rest)
         whose = f" ({_labels(labels)})" if len(sharing) > 1 else ""
         out.append(f"- {found['scale']}: {', '.join(names)}; {rest}{whose}")
-    out.append("- Ours: mean and its 95 % bootstrap interval over seeds (± standard error over rows with one seed).")
+    out.append(
+        "- Ours: mean and its 95 % bootstrap interval over seeds (± standard error over rows with one seed)."
+    )
     out.append("- In italics: what the paper prints.")
-    for note, labels in _grouped((row["note"], row["label"]) for row in rows if row["note"]).items():
-        out.append(f"- {_labels(labels) if len(labels) < len(rows) else 'All rows'}: {note}")
-    return out + [f"- **{line}" for line in failure_lines(found["failures"], " failed:** ")]
+    for note, labels in _grouped(
+        (row["note"], row["label"]) for row in rows if row["note"]
+    ).items():
+        out.append(
+            f"- {_labels(labels) if len(labels) < len(rows) else 'All rows'}: {note}"
+        )
+    return out + [
+        f"- **{line}" for line in failure_lines(found["failures"], " failed:** ")
+    ]
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
@@ -224,7 +312,11 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def _labels(labels: Sequence[str]) -> str:
-    return "; ".join(labels) if len(labels) <= 8 else f"{len(labels)} rows: {labels[0]}; ...; {labels[-1]}"
+    return (
+        "; ".join(labels)
+        if len(labels) <= 8
+        else f"{len(labels)} rows: {labels[0]}; ...; {labels[-1]}"
+    )
 
 
 def failure_lines(failures: Mapping[str, str], then: str = ": ") -> list[str]:
@@ -237,10 +329,21 @@ def _decimals(rows: Sequence[Mapping[str, Any]], name: str) -> int:
     """Decimals of a column: those the paper prints, or enough for three digits."""
     printed = [row["paper"][name] for row in rows if name in row["paper"]]
     if printed:
-        return max(len(f"{value!r}".partition(".")[2]) if value != int(value) else 0 for value in printed)
+        return max(
+            len(f"{value!r}".partition(".")[2]) if value != int(value) else 0
+            for value in printed
+        )
     found = [row["ours"][name]["mean"] for row in rows if name in row["ours"]]
-    size = max((abs(value) for value in found if not isinstance(value, str)), default=1.0)
-    return 0 if size >= 1000 else max(0, 3 - math.floor(math.log10(size))) if size > 0 else 3
+    size = max(
+        (abs(value) for value in found if not isinstance(value, str)), default=1.0
+    )
+    return (
+        0
+        if size >= 1000
+        else max(0, 3 - math.floor(math.log10(size)))
+        if size > 0
+        else 3
+    )
 
 
 def _value(found: Mapping[str, Any] | None, decimals: int) -> str:
@@ -251,7 +354,11 @@ def _value(found: Mapping[str, Any] | None, decimals: int) -> str:
     interval = found.get("interval")  # tables of before have none
     if interval is None and found["error"] is not None:
         return f"{found['mean']:,.{decimals}f} ± {found['error']:,.{decimals}f}"
-    spread = "" if interval is None else f" [{', '.join(f'{end:,.{decimals}f}' for end in interval)}]"
+    spread = (
+        ""
+        if interval is None
+        else f" [{', '.join(f'{end:,.{decimals}f}' for end in interval)}]"
+    )
     return f"{found['mean']:,.{decimals}f}{spread}"
 
 
@@ -259,29 +366,52 @@ def _printed(row: Mapping[str, Any], name: str, decimals: int) -> str:
     if name not in row["paper"]:
         return ""
     error = row["paper_errors"].get(name)
-    shown = "" if error is None else f" ± {error:g}" if error else f" ± {error:.{decimals}f}"
+    shown = (
+        ""
+        if error is None
+        else f" ± {error:g}"
+        if error
+        else f" ± {error:.{decimals}f}"
+    )
     return f"*{row['paper'][name]:,.{decimals}f}{shown}*"
 
 
 def error_rates(record: Record, draws: int) -> dict[str, Any]:
     """Top-1 errors: "clean", of test rows, and by corruption, severity by severity."""
-    tests = [e.metrics for e in record.evaluations if e.role == "test" and e.draws == draws]
-    out: dict[str, Any] = {"clean": 1 - tests[0]["accuracy"]} if tests and "accuracy" in tests[0] else {}
-    found = [e for e in record.evaluations if e.role == "corruption" and e.draws == draws]
+    tests = [
+        e.metrics for e in record.evaluations if e.role == "test" and e.draws == draws
+    ]
+    out: dict[str, Any] = (
+        {"clean": 1 - tests[0]["accuracy"]} if tests and "accuracy" in tests[0] else {}
+    )
+    found = [
+        e for e in record.evaluations if e.role == "corruption" and e.draws == draws
+    ]
     for e in sorted(found, key=lambda e: e.severity):
         out.setdefault(e.corruption or "", []).append(1 - e.metrics["accuracy"])
     return out
 
 
-def corruption_against(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float]:
+def corruption_against(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> dict[str, float]:
     """Mean corruption error (mCE), that of each corruption, and the relative one (rmCE) where it has a meaning."""
-    absolute = corruption_errors(ours, {name: rates for name, rates in theirs.items() if name != "clean"})
+    absolute = corruption_errors(
+        ours, {name: rates for name, rates in theirs.items() if name != "clean"}
+    )
     out = {"corruption_error": absolute.mce}
     out |= {f"error_{name}": value for name, value in absolute.by_corruption.items()}
     # A reference that corruption does not harm has nothing to be relative to.
-    harmed = all(sum(rates) > len(rates) * theirs["clean"] + 1e-9 for name, rates in theirs.items() if name != "clean")
+    harmed = all(
+        sum(rates) > len(rates) * theirs["clean"] + 1e-9
+        for name, rates in theirs.items()
+        if name != "clean"
+    )
     if harmed:
         relative = corruption_errors(ours, theirs)
         out |= {"relative_corruption_error": relative.rmce}
-        out |= {f"relative_error_{name}": value for name, value in relative.relative_by_corruption.items()}
+        out |= {
+            f"relative_error_{name}": value
+            for name, value in relative.relative_by_corruption.items()
+        }
     return out

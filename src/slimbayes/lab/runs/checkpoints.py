@@ -27,25 +27,43 @@ KEEP = 2  # the latest, and one before it should that be damaged
 _TENSORS, _STATE = "tensors.safetensors", "state.json"
 
 
-def state_of(network: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Tensor]) -> dict[str, Tensor]:
+def state_of(
+    network: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """All tensors of a checkpoint, by name; of a sharded network every process calls it."""
     tensors = {f"network/{n}": t for n, t in network.state_dict().items()}
     for index, values in optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer/{index}/{n}": t for n, t in values.items() if isinstance(t, Tensor)}
+        tensors |= {
+            f"optimizer/{index}/{n}": t
+            for n, t in values.items()
+            if isinstance(t, Tensor)
+        }
     tensors |= {f"extra/{n}": t for n, t in extra.items()}
-    return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in tensors.items()}
+    return {
+        n: t.full_tensor() if hasattr(t, "full_tensor") else t
+        for n, t in tensors.items()
+    }
 
 
-def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+def save_checkpoint(
+    folder: Path, step: int, tensors: dict[str, Tensor], facts: dict[str, Any]
+) -> None:
     """Write the checkpoint of a step and remove all but the latest few."""
-    data = dump_tensors({n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()})
-    write_folder(folder / f"step-{step:08d}", {_TENSORS: data, _STATE: as_json({"step": step, **facts})})
+    data = dump_tensors(
+        {n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}
+    )
+    write_folder(
+        folder / f"step-{step:08d}",
+        {_TENSORS: data, _STATE: as_json({"step": step, **facts})},
+    )
     for old in _latest_first(folder)[KEEP:]:
         shutil.rmtree(old, ignore_errors=True)
 
 
 def latest_checkpoint(
-    folder: Path, facts: Mapping[str, str] | None = None, network: nn.Module | None = None
+    folder: Path,
+    facts: Mapping[str, str] | None = None,
+    network: nn.Module | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Tensors and facts of the latest good checkpoint; one that is damaged or another run's is named and skipped.
 
@@ -57,7 +75,10 @@ def latest_checkpoint(
         try:
             tensors, found = _read(path)
             if stranger := _why_foreign(tensors, found, facts or {}, network):
-                warnings.warn(f"Skipping a checkpoint of another run: {path} {stranger}.", stacklevel=2)
+                warnings.warn(
+                    f"Skipping a checkpoint of another run: {path} {stranger}.",
+                    stacklevel=2,
+                )
                 continue
             return tensors, found
         except (CheckpointError, SafetensorError, ValueError) as error:
@@ -69,28 +90,45 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     files = read_folder(path, {_TENSORS, _STATE})
     facts = parse_json(files[_STATE])
     if not isinstance(facts, dict) or not {"step", "curve", "hash"} <= facts.keys():
-        raise CheckpointError(f"{path / _STATE} lacks the step, the curve or the config's hash.")
+        raise CheckpointError(
+            f"{path / _STATE} lacks the step, the curve or the config's hash."
+        )
     return load_tensors(files[_TENSORS]), facts
 
 
 def _why_foreign(
-    tensors: dict[str, Tensor], found: dict[str, Any], facts: Mapping[str, str], network: nn.Module | None
+    tensors: dict[str, Tensor],
+    found: dict[str, Any],
+    facts: Mapping[str, str],
+    network: nn.Module | None,
 ) -> str:
     """What tells a checkpoint from those of a run; nothing if it is one of them."""
     for name, value in facts.items():
         if found.get(name, value) != value:
-            return f"has the {name} {str(found[name])[:16]!r}, and this run {value[:16]!r}"
+            return (
+                f"has the {name} {str(found[name])[:16]!r}, and this run {value[:16]!r}"
+            )
     if network is None:
         return ""
-    own = {n.removeprefix("network/"): tuple(t.shape) for n, t in tensors.items() if n.startswith("network/")}
+    own = {
+        n.removeprefix("network/"): tuple(t.shape)
+        for n, t in tensors.items()
+        if n.startswith("network/")
+    }
     here = {n: tuple(t.shape) for n, t in network.state_dict().items()}
     odd = sorted(n for n in own.keys() | here.keys() if own.get(n) != here.get(n))
     return f"is of another network: {', '.join(odd[:5])} differ" if odd else ""
 
 
-def restore(tensors: dict[str, Tensor], network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def restore(
+    tensors: dict[str, Tensor], network: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
     """Put a checkpoint's tensors into a network and its optimizer; returns the extra ones."""
-    own = {n.removeprefix("network/"): t for n, t in tensors.items() if n.startswith("network/")}
+    own = {
+        n.removeprefix("network/"): t
+        for n, t in tensors.items()
+        if n.startswith("network/")
+    }
     here = network.state_dict()
     # In one order for all processes: safetensors has none, and sharding a tensor is work they do together.
     network.load_state_dict({n: sharded_like(own[n], t) for n, t in here.items()})
@@ -99,19 +137,30 @@ def restore(tensors: dict[str, Tensor], network: nn.Module, optimizer: torch.opt
     for name in sorted(n for n in tensors if n.startswith("optimizer/")):
         _, index, field = name.split("/")
         tensor, like = tensors[name], parameters[int(index)]
-        state.setdefault(int(index), {})[field] = _laid_out_like(tensor, like) if tensor.shape == like.shape else tensor
+        state.setdefault(int(index), {})[field] = (
+            _laid_out_like(tensor, like) if tensor.shape == like.shape else tensor
+        )
     rates = [group["lr"] for group in optimizer.param_groups]
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate  # the very tensor, where a graph reads it
-    return {n.removeprefix("extra/"): t for n, t in tensors.items() if n.startswith("extra/")}
+    return {
+        n.removeprefix("extra/"): t
+        for n, t in tensors.items()
+        if n.startswith("extra/")
+    }
 
 
 def sharded_like(tensor: Tensor, here: Tensor) -> Tensor:
     """A whole tensor, sharded as another one is."""
     if not hasattr(here, "device_mesh"):
         return tensor
-    from torch.distributed.tensor import DTensor, distribute_tensor  # takes a quarter of the lab's start
+    from torch.distributed.tensor import (
+        DTensor,
+        distribute_tensor,
+    )  # takes a quarter of the lab's start
 
     assert isinstance(here, DTensor)
     return distribute_tensor(tensor.to(here.device), here.device_mesh, here.placements)
@@ -121,8 +170,14 @@ def _laid_out_like(tensor: Tensor, here: Tensor) -> Tensor:
     """A whole tensor, sharded and in memory as another one is: fused optimizers refuse channels in another order."""
     if hasattr(here, "device_mesh"):
         return sharded_like(tensor, here)
-    return torch.empty_like(here, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return torch.empty_like(here, dtype=tensor.dtype, device=tensor.device).copy_(
+        tensor
+    )
 
 
 def _latest_first(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*[0-9]"), key=lambda path: path.name, reverse=True) if folder.is_dir() else []
+    return (
+        sorted(folder.glob("step-*[0-9]"), key=lambda path: path.name, reverse=True)
+        if folder.is_dir()
+        else []
+    )

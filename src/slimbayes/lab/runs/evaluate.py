@@ -30,7 +30,11 @@ from slimbayes.report.record import Evaluation, Example
 
 _ENTROPY = 3  # column of `_row_facts`
 UNFAMILIAR = ("inverted", "shuffled")  # test images that are none any more
-_PUBLISHED = ("cifar10", "cifar100", "imagenet")  # of which there is a set of this name with -c
+_PUBLISHED = (
+    "cifar10",
+    "cifar100",
+    "imagenet",
+)  # of which there is a set of this name with -c
 _CHUNK = 1000  # images that are corrupted together: their random numbers depend on it
 
 
@@ -40,7 +44,11 @@ def evaluate(
     watcher: Watcher = Watcher(),  # noqa: B008 (it keeps nothing)
 ) -> tuple[list[Evaluation], list[Example]]:
     """All evaluations that a config asks for, and the rows it is most and least sure of."""
-    task, chosen, workers = predictor.task, predictor.experiment.evaluate, execution.workers
+    task, chosen, workers = (
+        predictor.task,
+        predictor.experiment.evaluate,
+        execution.workers,
+    )
     check_sets(chosen, task, execution)
     draws = predictor.asked_draws()
     noted: dict[int, list[Tensor]] = {}
@@ -49,7 +57,9 @@ def evaluate(
         if predictor.discrete:
             noted.setdefault(count, []).append(_row_facts(prediction, y))
 
-    made = predictor.score(task.test, draws, task.name, "test", workers=workers, note=note)
+    made = predictor.score(
+        task.test, draws, task.name, "test", workers=workers, note=note
+    )
     familiar = {count: torch.cat(parts) for count, parts in noted.items()}
     if task.validation is not None:
         rows = task.in_own_units(task.validation)
@@ -59,19 +69,39 @@ def evaluate(
         shifted = limited(open_matching(name, task, execution), chosen.limit)
         made += predictor.score(shifted.to(predictor.device), draws, name, "shift")
     for name in chosen.ood:
-        strange = open_unfamiliar(name, chosen.limit, task, execution).to(predictor.device)
+        strange = open_unfamiliar(name, chosen.limit, task, execution).to(
+            predictor.device
+        )
         predictions = predictor.predictions(strange, f"ood {name}", draws)
-        entropies = [{n: p.entropy.double() for n, p in found.items()} for found, _ in predictions]
+        entropies = [
+            {n: p.entropy.double() for n, p in found.items()}
+            for found, _ in predictions
+        ]
         for n in draws:
-            scores = ood_scores(familiar[n][:, _ENTROPY], torch.cat([entropy[n] for entropy in entropies]))
-            made.append(Evaluation(data=name, role="ood", draws=n, rows=len(strange), metrics=scores))
-    return made, _examples(task, familiar[draws[-1]], chosen.examples) if familiar else []
+            scores = ood_scores(
+                familiar[n][:, _ENTROPY],
+                torch.cat([entropy[n] for entropy in entropies]),
+            )
+            made.append(
+                Evaluation(
+                    data=name, role="ood", draws=n, rows=len(strange), metrics=scores
+                )
+            )
+    return made, _examples(
+        task, familiar[draws[-1]], chosen.examples
+    ) if familiar else []
 
 
 def _row_facts(prediction: Prediction, y: Tensor) -> Tensor:
     """Target, predicted class, its probability, entropy and epistemic part of it, of each row: (N, 5)."""
     p, target = prediction, y.argmax(-1) if y.is_floating_point() else y
-    return torch.stack([column.double() for column in (target, p.label, p.confidence, p.entropy, p.epistemic)], 1)
+    return torch.stack(
+        [
+            column.double()
+            for column in (target, p.label, p.confidence, p.entropy, p.epistemic)
+        ],
+        1,
+    )
 
 
 # --- sets of rows beside the test rows ---
@@ -80,7 +110,9 @@ def _row_facts(prediction: Prediction, y: Tensor) -> Tensor:
 def check_sets(chosen: Evaluate, task: Task, execution: Execution) -> None:
     """Refuse sets that are not there or do not fit, before anything is trained."""
     if chosen.ood and task.real:
-        raise ValueError(f"evaluate.ood asks for {chosen.ood[0]}, but {task.name} has real targets: it is for classes.")
+        raise ValueError(
+            f"evaluate.ood asks for {chosen.ood[0]}, but {task.name} has real targets: it is for classes."
+        )
     for name in (*chosen.shift, *chosen.ood):
         if name not in UNFAMILIAR:
             open_matching(name, task, execution)
@@ -89,15 +121,23 @@ def check_sets(chosen: Evaluate, task: Task, execution: Execution) -> None:
         _check_folders(chosen, task, execution)
     if set(chosen.ood) & set(UNFAMILIAR) and not in_memory:
         names = " and ".join(UNFAMILIAR)
-        raise ValueError(f"evaluate.ood: {names} are made of images in memory; {task.name} has none.")
+        raise ValueError(
+            f"evaluate.ood: {names} are made of images in memory; {task.name} has none."
+        )
 
 
 def _check_folders(chosen: Evaluate, task: Task, execution: Execution) -> None:
     """Refuse corruptions of pictures that are not published, not here, or of other classes."""
     if not task.images or task.name not in _PUBLISHED:
-        raise ValueError(f"evaluate.corruptions are for sets of images; {task.name} is none, or has none published.")
+        raise ValueError(
+            f"evaluate.corruptions are for sets of images; {task.name} is none, or has none published."
+        )
     found = find(f"{task.name}-c", execution.data_dir)
-    wanted = [f"{name}/{severity}" for name in chosen.corruption_names for severity in chosen.severities]
+    wanted = [
+        f"{name}/{severity}"
+        for name in chosen.corruption_names
+        for severity in chosen.severities
+    ]
     if missing := [name for name in wanted if name not in found.splits]:
         raise ValueError(
             f"evaluate.corruptions asks for {missing[0]} and {len(missing) - 1} more that {task.name}-c has not here; "
@@ -120,40 +160,66 @@ def corruption_scores(
     experiment, _, task, _ = predictor
     chosen, said = experiment.evaluate, set()
     made: list[Evaluation] = []
-    pairs = [(name, severity) for name in chosen.corruption_names for severity in chosen.severities]
+    pairs = [
+        (name, severity)
+        for name in chosen.corruption_names
+        for severity in chosen.severities
+    ]
     if pairs:
         watcher.begin("corruptions", len(pairs))
     for done, (name, severity) in enumerate(pairs, 1):
         watcher.move(done)
         rows: Rows
-        if published := _published(task.name, name, severity, execution, experiment.data.image_size):
+        if published := _published(
+            task.name, name, severity, execution, experiment.data.image_size
+        ):
             source, rows = f"{task.name}-c", limited(published, chosen.limit)
         else:
-            assert isinstance(task.test, Split)  # `check_sets` has seen that folders have them all
+            assert isinstance(
+                task.test, Split
+            )  # `check_sets` has seen that folders have them all
             try:
-                source, rows = task.name, _corrupt(limited(task.test, chosen.limit), name, severity, execution)
+                source, rows = (
+                    task.name,
+                    _corrupt(
+                        limited(task.test, chosen.limit), name, severity, execution
+                    ),
+                )
             except (ValueError, FileNotFoundError) as error:
                 if name not in said:
                     watcher.say(f"{name} is left out: {error}")
                 said.add(name)
                 continue
         about = {"corruption": name, "severity": severity}
-        made += predictor.score(rows.to(predictor.device), draws, source, "corruption", about, execution.workers)
+        made += predictor.score(
+            rows.to(predictor.device),
+            draws,
+            source,
+            "corruption",
+            about,
+            execution.workers,
+        )
     return made
 
 
-def _published(data: str, name: str, severity: int, execution: Execution, size: int) -> Rows | None:
+def _published(
+    data: str, name: str, severity: int, execution: Execution, size: int
+) -> Rows | None:
     if data not in _PUBLISHED:
         return None
     try:
-        rows = load(f"{data}-c", execution.data_dir, [f"{name}/{severity}"]).splits[f"{name}/{severity}"]
+        rows = load(f"{data}-c", execution.data_dir, [f"{name}/{severity}"]).splits[
+            f"{name}/{severity}"
+        ]
     except FileNotFoundError:
         return None
     except ValueError as error:
         if "has no split" in str(error):
             return None
         raise  # a damaged file is no reason to judge by other images
-    if isinstance(rows, ImageFolder):  # already the middle of the pictures, 224 pixels high and wide
+    if isinstance(
+        rows, ImageFolder
+    ):  # already the middle of the pictures, 224 pixels high and wide
         rows.read = partial(read_square, size=size)
     return rows
 
@@ -162,8 +228,19 @@ def _corrupt(test: Split, name: str, severity: int, execution: Execution) -> Spl
     folder = None if execution.data_dir is None else execution.data_dir / "frost"
     parts = []
     for index, images in enumerate(test.x.split(_CHUNK)):
-        source = torch.Generator(images.device).manual_seed(key(0, "corrupt", name, severity, index))
-        parts.append((corrupt(images.float() / 255, name, severity, source, frost_folder=folder) * 255).round().byte())
+        source = torch.Generator(images.device).manual_seed(
+            key(0, "corrupt", name, severity, index)
+        )
+        parts.append(
+            (
+                corrupt(
+                    images.float() / 255, name, severity, source, frost_folder=folder
+                )
+                * 255
+            )
+            .round()
+            .byte()
+        )
     return Split(torch.cat(parts), test.y)
 
 
@@ -171,15 +248,21 @@ def open_matching(name: str, task: Task, execution: Execution) -> Split:
     """Test rows of another set, of the same shape as the task's."""
     rows = load(name, execution.data_dir, ["test"]).splits["test"]
     if not isinstance(rows, Split):
-        raise ValueError(f"{name} is decoded image by image; only sets in memory can be asked for here.")
+        raise ValueError(
+            f"{name} is decoded image by image; only sets in memory can be asked for here."
+        )
     if isinstance(task.test, Split) and rows.x.shape[1:] != task.test.x.shape[1:]:
         shape, needed = tuple(rows.x.shape[1:]), tuple(task.test.x.shape[1:])
-        raise ValueError(f"{name} has inputs of shape {shape}, but {task.name} has {needed}.")
+        raise ValueError(
+            f"{name} has inputs of shape {shape}, but {task.name} has {needed}."
+        )
     check_split(rows, f"{name}, test")
     return rows
 
 
-def open_unfamiliar(name: str, limit: int | None, task: Task, execution: Execution) -> Split:
+def open_unfamiliar(
+    name: str, limit: int | None, task: Task, execution: Execution
+) -> Split:
     """Rows of a set the network never saw, or test images with their colours inverted or their pixels shuffled."""
     if name not in UNFAMILIAR:
         return limited(open_matching(name, task, execution), limit)
@@ -188,8 +271,12 @@ def open_unfamiliar(name: str, limit: int | None, task: Task, execution: Executi
     if name == "inverted":
         return Split(255 - rows.x, rows.y)
     flat = rows.x.flatten(2)
-    order = torch.rand(len(flat), 1, flat.shape[2], generator=generator(0, "shuffled")).argsort(2)
-    return Split(flat.gather(2, order.expand_as(flat).to(flat.device)).view_as(rows.x), rows.y)
+    order = torch.rand(
+        len(flat), 1, flat.shape[2], generator=generator(0, "shuffled")
+    ).argsort(2)
+    return Split(
+        flat.gather(2, order.expand_as(flat).to(flat.device)).view_as(rows.x), rows.y
+    )
 
 
 # --- rows to show ---
@@ -201,8 +288,13 @@ def _examples(task: Task, notes: Tensor, wanted: int) -> list[Example]:
     order = table[:, _ENTROPY].sort(stable=True).indices
     count = min(wanted, len(order) // 2)
     made = []
-    sides: tuple[tuple[Literal["most", "least"], Tensor], ...] = (("most", order), ("least", order.flip(0)))
-    for sure, index in ((sure, index) for sure, side in sides for index in side[:count].tolist()):
+    sides: tuple[tuple[Literal["most", "least"], Tensor], ...] = (
+        ("most", order),
+        ("least", order.flip(0)),
+    )
+    for sure, index in (
+        (sure, index) for sure, side in sides for index in side[:count].tolist()
+    ):
         truth, label, confidence, entropy, epistemic = table[index].tolist()
         made.append(Example(
             index=index, sure=sure, label=names[int(truth)], predicted=names[int(label)], confidence=confidence,
@@ -213,11 +305,18 @@ def _examples(task: Task, notes: Tensor, wanted: int) -> list[Example]:
 
 def _picture(rows: Rows, index: int) -> str | None:
     """A row's image as a PNG data URL; None where rows are no images of bytes."""
-    if not isinstance(rows, Split) or rows.x.dtype != torch.uint8 or rows.x.dim() != 4 or rows.x.shape[1] not in (1, 3):
+    if (
+        not isinstance(rows, Split)
+        or rows.x.dtype != torch.uint8
+        or rows.x.dim() != 4
+        or rows.x.shape[1] not in (1, 3)
+    ):
         return None
     from PIL import Image
 
     pixels = rows.x[index].permute(1, 2, 0).cpu().numpy()
     out = io.BytesIO()
-    Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(out, "PNG", optimize=True)
+    Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(
+        out, "PNG", optimize=True
+    )
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()

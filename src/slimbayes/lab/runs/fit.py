@@ -34,9 +34,20 @@ from slimbayes.lab.runs.training import Training
 from slimbayes.lab.runs.watchers import Bars, Ranks, Watcher
 from slimbayes.lab.tasks.intake import data_digest, open_data
 from slimbayes.lab.tasks.rows import Rows
-from slimbayes.report.record import Diagnostics, ParameterCounts, Record, RecordError, RunCost, read, write
+from slimbayes.report.record import (
+    Diagnostics,
+    ParameterCounts,
+    Record,
+    RecordError,
+    RunCost,
+    read,
+    write,
+)
 
-_ROWS, _PICTURES = 128, 32  # that are looked at, and of folders, whose pictures are large
+_ROWS, _PICTURES = (
+    128,
+    32,
+)  # that are looked at, and of folders, whose pictures are large
 
 
 def fit(
@@ -59,7 +70,9 @@ def fit(
 
     Returns: the run directory.
     """
-    if (folder / "record.json").exists() and read(folder).config_hash == experiment.hash:
+    if (folder / "record.json").exists() and read(
+        folder
+    ).config_hash == experiment.hash:
         _check_finished(experiment, folder, execution, watcher, dataset)
         return folder
     fabric = execution.fabric(experiment.train.precision)
@@ -67,18 +80,28 @@ def fit(
     first = fabric.global_rank == 0
     watcher = watcher if first else Watcher()
     with ExitStack() as stack:
-        stack.enter_context(code_allowed())  # whoever calls this has chosen the experiment
+        stack.enter_context(
+            code_allowed()
+        )  # whoever calls this has chosen the experiment
         if first:
             stack.enter_context(run_folder.open_run(folder, experiment, resume))
         plain = copy.deepcopy(network)
         with Ranks.of(fabric, folder, watcher) as ranks:
-            training = Training(experiment, folder, execution, fabric, ranks, network, dataset)
+            training = Training(
+                experiment, folder, execution, fabric, ranks, network, dataset
+            )
             task = training.task
-            begun = (folder / "data.json").exists() or any((folder / "checkpoints").glob("step-*"))
-            if begun and (note := run_folder.check_data_of(folder, task.name, task.sha256)):
+            begun = (folder / "data.json").exists() or any(
+                (folder / "checkpoints").glob("step-*")
+            )
+            if begun and (
+                note := run_folder.check_data_of(folder, task.name, task.sha256)
+            ):
                 watcher.say(note)  # nor does it go on with other data
             if first:
-                write_json(folder / "data.json", {"name": task.name, "sha256": task.sha256})
+                write_json(
+                    folder / "data.json", {"name": task.name, "sha256": task.sha256}
+                )
             if judge:
                 check_sets(experiment.evaluate, task, execution)
                 training.predictor.asked_draws()  # refuses "exact" of networks that cannot be counted
@@ -87,9 +110,15 @@ def fit(
         if first:
             write_json(folder / "cost.json", _measured(training))
             write_inputs(folder, task, training.predictor.likelihood)
-        if judge and first:  # a network that was shared among processes is read back whole
+        if (
+            judge and first
+        ):  # a network that was shared among processes is read back whole
             alone = fabric.world_size == 1
-            predictor = training.predictor if alone else load_run(folder, execution, plain, dataset)
+            predictor = (
+                training.predictor
+                if alone
+                else load_run(folder, execution, plain, dataset)
+            )
             write_record(folder, experiment, predictor, execution, watcher)
         if first:
             run_folder.seal(folder)
@@ -97,13 +126,19 @@ def fit(
 
 
 def _check_finished(
-    experiment: Experiment, folder: Path, execution: Execution, watcher: Watcher, dataset: Dataset | None
+    experiment: Experiment,
+    folder: Path,
+    execution: Execution,
+    watcher: Watcher,
+    dataset: Dataset | None,
 ) -> None:
     """Refuse to pass off a finished run as one on the data that are here."""
     try:
         data, splits = open_data(experiment.data, execution.data_dir, dataset)
     except FileNotFoundError:
-        watcher.say(f"{folder} is left as it is. Its data are not here, so they were not compared.")
+        watcher.say(
+            f"{folder} is left as it is. Its data are not here, so they were not compared."
+        )
         return
     if note := run_folder.check_data_of(folder, data.name, data_digest(data, splits)):
         watcher.say(note)
@@ -115,12 +150,17 @@ def evaluate_run(run: Path, overrides: Sequence[str], execution: Execution) -> R
     tree = predictor.experiment.resolved
     for override in overrides:
         if not override.strip().startswith("evaluate."):
-            raise ValueError(f"Only evaluate.* can be changed after training, got {override!r}.")
+            raise ValueError(
+                f"Only evaluate.* can be changed after training, got {override!r}."
+            )
         tree = merged(tree, parse_override(override))
     run_folder.check_seal(run, ["metrics.csv", "cost.json"])
     run_folder.unseal(run)
     write_inputs(run, predictor.task, predictor.likelihood)
-    stored, predictor = predictor.experiment, predictor._replace(experiment=validate(tree, str(run)))
+    stored, predictor = (
+        predictor.experiment,
+        predictor._replace(experiment=validate(tree, str(run))),
+    )
     with Bars(predictor.experiment.name) as bars:
         record = write_record(run, stored, predictor, execution, bars)
     run_folder.seal(run)
@@ -128,7 +168,11 @@ def evaluate_run(run: Path, overrides: Sequence[str], execution: Execution) -> R
 
 
 def write_record(
-    folder: Path, stored: Experiment, predictor: Predictor, execution: Execution, watcher: Watcher
+    folder: Path,
+    stored: Experiment,
+    predictor: Predictor,
+    execution: Execution,
+    watcher: Watcher,
 ) -> Record:
     """Evaluate a trained network as its experiment asks, and write the record of the run in a directory, whose own
     experiment is `stored`.
@@ -149,7 +193,9 @@ def write_record(
         config_hash=stored.hash,
         commands=[*former, run_folder.command()],
         classes=list(predictor.task.classes),
-        status="stopped early" if curve and curve[-1]["epoch"] < stored.train.epochs else "finished",
+        status="stopped early"
+        if curve and curve[-1]["epoch"] < stored.train.epochs
+        else "finished",
         parameters=ParameterCounts(plain=counts.before, total=counts.after),
         curve=curve,
         evaluations=evaluations,
@@ -163,11 +209,19 @@ def write_record(
     return record
 
 
-def _diagnostics(predictor: Predictor, folder: Path, watcher: Watcher) -> Diagnostics | None:
+def _diagnostics(
+    predictor: Predictor, folder: Path, watcher: Watcher
+) -> Diagnostics | None:
     """Diagnostics of a fit; whatever a network cannot do for them must not cost the record of its training."""
     try:
         return check_fit(predictor, folder)
-    except (ArithmeticError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         watcher.say(f"There are no diagnostics of this fit: {error}")
         return None
 
@@ -175,8 +229,16 @@ def _diagnostics(predictor: Predictor, folder: Path, watcher: Watcher) -> Diagno
 def _measured(training: Training) -> dict[str, Any]:
     """Seconds of training and of each epoch, and the peak memory in bytes: what cost.json holds."""
     cuda, seconds = training.fabric.device.type == "cuda", training.seconds
-    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"train_seconds": sum(seconds), "epoch_seconds": seconds, "peak_memory": peak}
+    peak = (
+        torch.cuda.max_memory_allocated()
+        if cuda
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
+    return {
+        "train_seconds": sum(seconds),
+        "epoch_seconds": seconds,
+        "peak_memory": peak,
+    }
 
 
 def _cost(file: Path, evaluate_seconds: float) -> RunCost:
@@ -196,18 +258,36 @@ def _cost(file: Path, evaluate_seconds: float) -> RunCost:
 
 def check_fit(predictor: Predictor, folder: Path) -> Diagnostics:
     """Diagnostics of a trained network: KL, NLL and k-hat on training rows, label changes on test rows."""
-    task, experiment, curve = predictor.task, predictor.experiment, run_folder.read_curve(folder)
+    task, experiment, curve = (
+        predictor.task,
+        predictor.experiment,
+        run_folder.read_curve(folder),
+    )
     seed_everything(experiment.seed, "diagnostics")
     (x, y), (unseen, _) = (_some(rows, predictor) for rows in (task.train, task.test))
     weight = curve[-1].get("kl_weight", 1.0) if curve else 1.0
     found = check_posterior(
-        predictor.network, x, y, predictor.likelihood, predictor.training_noise, len(task.train), weight, unseen
+        predictor.network,
+        x,
+        y,
+        predictor.likelihood,
+        predictor.training_noise,
+        len(task.train),
+        weight,
+        unseen,
     )
-    skipped = sum(not math.isfinite(row["loss"]) for row in run_folder.read_curve(folder, "steps.csv"))
+    skipped = sum(
+        not math.isfinite(row["loss"])
+        for row in run_folder.read_curve(folder, "steps.csv")
+    )
     warnings = found.warnings
     if skipped:
-        warnings.append(f"The loss of {skipped} steps was not finite. Lower the learning rate or clip gradients.")
-    return Diagnostics(**found.to_dict() | {"warnings": warnings}, nonfinite_steps=skipped)
+        warnings.append(
+            f"The loss of {skipped} steps was not finite. Lower the learning rate or clip gradients."
+        )
+    return Diagnostics(
+        **found.to_dict() | {"warnings": warnings}, nonfinite_steps=skipped
+    )
 
 
 def _some(rows: Rows, predictor: Predictor) -> tuple[Tensor, Tensor]:

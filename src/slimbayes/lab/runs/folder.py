@@ -70,7 +70,9 @@ def open_run(folder: Path, experiment: Experiment, resume: bool) -> Iterator[Non
             _prepare(folder, experiment, resume, lock)
             yield
         except Exception:
-            if new and not (folder / "data.json").exists():  # which is written once both are known to do
+            if (
+                new and not (folder / "data.json").exists()
+            ):  # which is written once both are known to do
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
@@ -82,7 +84,9 @@ def _prepare(folder: Path, experiment: Experiment, resume: bool, lock: IO[str]) 
         raise RunError(f"{folder} is in use by another process.") from error
     begun = (folder / "config.yaml").exists()
     if begun and read_config(folder).hash != experiment.hash:
-        raise RunError(f"{folder} holds a run of another config. Choose another directory with --out.")
+        raise RunError(
+            f"{folder} holds a run of another config. Choose another directory with --out."
+        )
     if begun and not resume and any((folder / "checkpoints").glob("step-*")):
         raise RunError(
             f"{folder} holds an unfinished run. Continue it with --resume, or choose another directory with --out."
@@ -120,7 +124,9 @@ def seal(folder: Path) -> None:
     for name in _SEALED:
         if (folder / name).is_file():
             with open(folder / name, "rb") as file:
-                lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
+                lines.append(
+                    f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n"
+                )
     write_text(folder / _SUMS, "".join(lines))
 
 
@@ -136,12 +142,17 @@ def check_seal(folder: Path, names: Sequence[str]) -> None:
             note_unsealed("Runs without SHA256SUMS")
         return
     lines = (folder / _SUMS).read_text(errors="replace").splitlines()
-    known = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    known = {
+        name: digest for digest, _, name in (line.partition("  ") for line in lines)
+    }
     for name in names:
         file = folder / name
         if not file.exists() and name not in known:
             continue
-        if not file.exists() or known.get(name) != hashlib.sha256(file.read_bytes()).hexdigest():
+        if (
+            not file.exists()
+            or known.get(name) != hashlib.sha256(file.read_bytes()).hexdigest()
+        ):
             raise RunError(
                 f"{file} is damaged, or was changed after the run: it does not fit {folder / _SUMS}. Restore it from a "
                 f"copy, or remove {_SUMS} if the change is meant."
@@ -155,7 +166,9 @@ def check_data_of(folder: Path, name: str, sha256: str) -> str:
     except FileNotFoundError:
         return f"{folder} does not say which data it has read, so it was not compared with those of {name} here."
     except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{folder / 'data.json'} is damaged: {error!r}. Restore it from a copy.") from error
+        raise RunError(
+            f"{folder / 'data.json'} is damaged: {error!r}. Restore it from a copy."
+        ) from error
     if known != sha256:
         raise RunError(
             f"{folder} is a run on other data: its rows have the sha256 {str(known)[:16]}..., those of {name} here "
@@ -169,7 +182,10 @@ def check_data_of(folder: Path, name: str, sha256: str) -> str:
 
 def append_steps(file: Path, first: int, losses: Tensor) -> None:
     """Add the loss, nll and KL of steps from `first` on, (steps, 3), to steps.csv."""
-    lines = [f"{step},{loss!r},{nll!r},{kl!r}\n" for step, (loss, nll, kl) in enumerate(losses.tolist(), first)]
+    lines = [
+        f"{step},{loss!r},{nll!r},{kl!r}\n"
+        for step, (loss, nll, kl) in enumerate(losses.tolist(), first)
+    ]
     new = not file.exists()
     try:
         with open(file, "a", encoding="utf8") as handle:
@@ -182,9 +198,17 @@ def forget_steps(file: Path, first: int) -> None:
     """Drop the lines of step `first` and later ones, which will be run again."""
     if file.exists():
         # A power loss may have left any part of it, or nothing.
-        lines = [line for line in file.read_text(errors="replace").splitlines(keepends=True) if line.endswith("\n")]
+        lines = [
+            line
+            for line in file.read_text(errors="replace").splitlines(keepends=True)
+            if line.endswith("\n")
+        ]
         numbers = ((line.split(",", 1)[0], line) for line in lines)
-        kept = [line for number, line in numbers if number.isdecimal() and int(number) < first]
+        kept = [
+            line
+            for number, line in numbers
+            if number.isdecimal() and int(number) < first
+        ]
         write_text(file, "".join([_STEPS, *kept]))
 
 
@@ -193,7 +217,10 @@ def read_curve(folder: Path, name: str = "metrics.csv") -> list[dict[str, float]
     if not (folder / name).exists():
         return []
     with open(folder / name, newline="") as handle:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(handle)]
+        return [
+            {name: float(value) for name, value in row.items() if value}
+            for row in csv.DictReader(handle)
+        ]
 
 
 def tensorboard(folder: Path, row: dict[str, float]) -> None:
@@ -211,18 +238,36 @@ def tensorboard(folder: Path, row: dict[str, float]) -> None:
 @cache
 def environment() -> Mapping[str, str]:
     """What a result may depend on beside its config: versions, commit, hardware; as they were when first asked for."""
-    facts = {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
-    for package in ("slimbayes", "torch", "numpy", "pytorch-lightning", "torchmetrics", "pydantic"):
+    facts = {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
+    for package in (
+        "slimbayes",
+        "torch",
+        "numpy",
+        "pytorch-lightning",
+        "torchmetrics",
+        "pydantic",
+    ):
         try:
             facts[package] = version(package)
         except PackageNotFoundError:
             continue
-    facts |= {"torch": torch.__version__, "cpu": _cpu(), "threads": str(torch.get_num_threads())}
+    facts |= {
+        "torch": torch.__version__,
+        "cpu": _cpu(),
+        "threads": str(torch.get_num_threads()),
+    }
     if torch.cuda.is_available():
         facts |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
     try:
         facts |= {"commit": _git("rev-parse", "HEAD")}
-        facts |= {"changed files": str(len(_git("status", "--porcelain", "-uno").splitlines()))}
+        facts |= {
+            "changed files": str(
+                len(_git("status", "--porcelain", "-uno").splitlines())
+            )
+        }
     except (OSError, subprocess.SubprocessError):
         pass  # it does not run from a checkout
     return facts
@@ -231,7 +276,11 @@ def environment() -> Mapping[str, str]:
 def _cpu() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        return next(
+            line.split(":", 1)[1].strip()
+            for line in lines
+            if line.startswith("model name")
+        )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
@@ -239,7 +288,14 @@ def _cpu() -> str:
 def _git(*words: str) -> str:
     """What git says about the library's own checkout."""
     here = Path(__file__).parent
-    done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=10, check=True)
+    done = subprocess.run(
+        ["git", *words],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=True,
+    )
     return done.stdout.strip()
 
 

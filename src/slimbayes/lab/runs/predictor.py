@@ -18,7 +18,12 @@ from slimbayes.data import Split
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.lab.configs.experiment import Experiment
 from slimbayes.lab.execution import key, seed_everything
-from slimbayes.lab.runs.scores import Scores, class_scores, curve_scores, regression_scores
+from slimbayes.lab.runs.scores import (
+    Scores,
+    class_scores,
+    curve_scores,
+    regression_scores,
+)
 from slimbayes.lab.tasks.rows import Rows
 from slimbayes.lab.tasks.task import Task, batches
 from slimbayes.models.tables import WithNoise
@@ -30,7 +35,9 @@ from slimbayes.report.record import Evaluation, Role
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
 
 
-def plain_network(experiment: Experiment, facts: Mapping[str, Any], data: str) -> nn.Module:
+def plain_network(
+    experiment: Experiment, facts: Mapping[str, Any], data: str
+) -> nn.Module:
     """The network that a config names, filled with what the data say about it, before it says its noise."""
     if experiment.noise == "heteroscedastic" and _real(facts):
         facts = {**facts, "outputs": 2 * facts["outputs"]}
@@ -38,7 +45,9 @@ def plain_network(experiment: Experiment, facts: Mapping[str, Any], data: str) -
     return network
 
 
-def with_noise(experiment: Experiment, facts: Mapping[str, Any], network: nn.Module) -> nn.Module:
+def with_noise(
+    experiment: Experiment, facts: Mapping[str, Any], network: nn.Module
+) -> nn.Module:
     """A network of real targets that says their noise too, where a config has it learnt; others as they are."""
     if not isinstance(experiment.noise, str) or not _real(facts):
         return network
@@ -49,7 +58,9 @@ def _real(facts: Mapping[str, Any]) -> bool:
     return "outputs" in facts and "classes" not in facts
 
 
-def build_network(experiment: Experiment, task: Task, network: nn.Module | None = None) -> nn.Module:
+def build_network(
+    experiment: Experiment, task: Task, network: nn.Module | None = None
+) -> nn.Module:
     """The experiment's network, converted, as the seed starts it; or a given one, converted."""
     seed_everything(experiment.seed, "network")
     facts = task.fills()
@@ -64,19 +75,33 @@ def build_network(experiment: Experiment, task: Task, network: nn.Module | None 
     return with_noise(experiment, facts, built)
 
 
-def likelihood_of(experiment: Experiment, task: Task, network: nn.Module) -> LikelihoodName:
+def likelihood_of(
+    experiment: Experiment, task: Task, network: nn.Module
+) -> LikelihoodName:
     """What a network's outputs stand for: real targets, with their noise or not, classes, or one logit for two.
 
     Two rows are run, so that a network whose outputs do not fit the targets is refused before it is trained.
     """
-    if not task.real and isinstance(experiment.train.noise, str) and experiment.data.source is None:
-        raise ValueError(f"train.noise is {experiment.noise}, but {task.name} has classes: noise is for real targets.")
+    if (
+        not task.real
+        and isinstance(experiment.train.noise, str)
+        and experiment.data.source is None
+    ):
+        raise ValueError(
+            f"train.noise is {experiment.noise}, but {task.name} has classes: noise is for real targets."
+        )
     if not isinstance(task.train, Split):
         return "categorical"
     outputs = _outputs(task, task.train.x[:2], network)
-    found: LikelihoodName = "bernoulli" if outputs.dim() == 2 and len(task.classes) == 2 else "categorical"
+    found: LikelihoodName = (
+        "bernoulli" if outputs.dim() == 2 and len(task.classes) == 2 else "categorical"
+    )
     if task.real:
-        found = "heteroscedastic_gaussian" if isinstance(experiment.noise, str) else "gaussian"
+        found = (
+            "heteroscedastic_gaussian"
+            if isinstance(experiment.noise, str)
+            else "gaussian"
+        )
     if task.train.y.dim() == (2 if task.real else 1):
         _check_outputs(task, tuple(outputs.shape[2:]), found)
     return found
@@ -86,7 +111,11 @@ def _check_outputs(task: Task, got: tuple[int, ...], found: LikelihoodName) -> N
     """Refuse the outputs of a row, (...), that are not one for each class or target."""
     assert isinstance(task.train, Split)
     targets = task.train.y[0].numel()
-    needed = {"bernoulli": (), "categorical": (len(task.classes),), "gaussian": (targets,)}.get(found, (targets, 2))
+    needed = {
+        "bernoulli": (),
+        "categorical": (len(task.classes),),
+        "gaussian": (targets,),
+    }.get(found, (targets, 2))
     if got != needed:
         what = f"{targets} targets" if task.real else f"{len(task.classes)} classes"
         name = "outputs" if task.real else "classes"
@@ -103,7 +132,9 @@ def _outputs(task: Task, rows: Tensor, network: nn.Module) -> Tensor:
     network.eval()
     try:
         with torch.random.fork_rng(devices=[]):
-            outputs: Tensor = sb.sample(network, task.scaling(rows).to(next(network.parameters()).device))
+            outputs: Tensor = sb.sample(
+                network, task.scaling(rows).to(next(network.parameters()).device)
+            )
     finally:
         network.train(flag)
     return outputs
@@ -132,7 +163,11 @@ class Predictor(NamedTuple):
         own, units = self.experiment.evaluate.noise, self.task.y_std
         if self.discrete:
             return 0.0
-        return self.training_noise if own is None else own / (1.0 if units is None else units)
+        return (
+            self.training_noise
+            if own is None
+            else own / (1.0 if units is None else units)
+        )
 
     @property
     def training_noise(self) -> float:
@@ -142,7 +177,9 @@ class Predictor(NamedTuple):
     def with_training_noise(self) -> Predictor:
         """The same, to be judged under the noise of training whatever the evaluation says."""
         evaluate = self.experiment.evaluate.model_copy(update={"noise": None})
-        return self._replace(experiment=self.experiment.model_copy(update={"evaluate": evaluate}))
+        return self._replace(
+            experiment=self.experiment.model_copy(update={"evaluate": evaluate})
+        )
 
     def asked_draws(self) -> list[int]:
         """The numbers of draws that the config asks for; of "exact" how many networks each member can be."""
@@ -156,21 +193,36 @@ class Predictor(NamedTuple):
         """The number of draws that stands for "exact": how many networks each member can be. 0: draws are asked for."""
         if self.experiment.evaluate.draws != "exact":
             return 0
-        return Networks(self.network, None, True, "auto", 0).predicted_members // sb.members(self.network)
+        return Networks(
+            self.network, None, True, "auto", 0
+        ).predicted_members // sb.members(self.network)
 
     def predictions(
-        self, rows: Rows, place: str, draws: Sequence[int], workers: int = 0, name: str = ""
+        self,
+        rows: Rows,
+        place: str,
+        draws: Sequence[int],
+        workers: int = 0,
+        name: str = "",
     ) -> Iterator[tuple[dict[int, Prediction], Tensor]]:
         """Predictions by number of draws, and targets, batch by batch; the run's seed and `place` seed their draws."""
         found = batches(rows, self.experiment.evaluate.batch, self.device, workers)
         return self.predict_batches(found, name or place, place, draws)
 
     def predict_batches(
-        self, found: Iterable[tuple[Tensor, Tensor]], name: str, place: str, draws: Sequence[int]
+        self,
+        found: Iterable[tuple[Tensor, Tensor]],
+        name: str,
+        place: str,
+        draws: Sequence[int],
     ) -> Iterator[tuple[dict[int, Prediction], Tensor]]:
         """The same of batches of inputs and targets, as they come; errors call them `name`."""
         seed = key(self.experiment.seed, "evaluate", place)
-        precision = torch.autocast(self.device.type, torch.bfloat16, enabled=self.experiment.train.precision == "bf16")
+        precision = torch.autocast(
+            self.device.type,
+            torch.bfloat16,
+            enabled=self.experiment.train.precision == "bf16",
+        )
         first = 0
         for index, (raw, y) in enumerate(found):
             seed_everything(self.experiment.seed, "evaluate", place, index)
@@ -181,28 +233,55 @@ class Predictor(NamedTuple):
                 made = self._predict(x, draws, seed, first)
             self._check_finite(raw, made[max(made)].mean, name, first)
             if self.task.y_mean is not None and self.task.y_std is not None:
-                made = {n: p.rescaled(self.task.y_mean, self.task.y_std) for n, p in made.items()}
+                made = {
+                    n: p.rescaled(self.task.y_mean, self.task.y_std)
+                    for n, p in made.items()
+                }
             first += len(y)
             yield made, y
 
-    def _predict(self, x: Tensor, draws: Sequence[int], seed: int, first: int) -> dict[int, Prediction]:
-        if list(draws) != [self._exact_draws]:  # draws, among them the one of each epoch's scores
-            return predict_prefixes(self.network, x, draws, self.likelihood, self.noise, seed, first, True)
+    def _predict(
+        self, x: Tensor, draws: Sequence[int], seed: int, first: int
+    ) -> dict[int, Prediction]:
+        if list(draws) != [
+            self._exact_draws
+        ]:  # draws, among them the one of each epoch's scores
+            return predict_prefixes(
+                self.network, x, draws, self.likelihood, self.noise, seed, first, True
+            )
         found = sb.predict(
-            self.network, x, "exact", likelihood=self.likelihood, scale=self.noise, seed=seed, allow_nonfinite=True
+            self.network,
+            x,
+            "exact",
+            likelihood=self.likelihood,
+            scale=self.noise,
+            seed=seed,
+            allow_nonfinite=True,
         )
         return {draws[0]: found}
 
-    def _check_finite(self, inputs: Tensor, outputs: Tensor, name: str, first: int) -> None:
+    def _check_finite(
+        self, inputs: Tensor, outputs: Tensor, name: str, first: int
+    ) -> None:
         """Refuse outputs that are not finite, and say whose fault it is: the inputs', the weights' or their size's."""
-        bad = (~outputs.isfinite()).flatten(1).any(1) if outputs.dim() > 1 else ~outputs.isfinite()
+        bad = (
+            (~outputs.isfinite()).flatten(1).any(1)
+            if outputs.dim() > 1
+            else ~outputs.isfinite()
+        )
         if not bool(bad.any()):
             return
         row = int(bad.nonzero()[0])
-        told = f"The network's outputs for {name}, row {first + row}, are NaN or infinite"
+        told = (
+            f"The network's outputs for {name}, row {first + row}, are NaN or infinite"
+        )
         if not bool(inputs[row].isfinite().all()):
-            raise ValueError(f"{told}, as is that row's input. Fill it in or drop the row.")
-        if not all(bool(t.isfinite().all()) for t in self.network.state_dict().values()):
+            raise ValueError(
+                f"{told}, as is that row's input. Fill it in or drop the row."
+            )
+        if not all(
+            bool(t.isfinite().all()) for t in self.network.state_dict().values()
+        ):
             raise FloatingPointError(
                 f"{told}: its weights are, for training has diverged. Lower the learning rate or clip gradients."
             )
@@ -228,15 +307,23 @@ class Predictor(NamedTuple):
         and targets.
         """
         about = dict(about or {})
-        scores = {n: curve_scores(self.discrete, self.device) if brief else self._scores() for n in draws}
+        scores = {
+            n: curve_scores(self.discrete, self.device) if brief else self._scores()
+            for n in draws
+        }
         name = " ".join([data, role, *map(str, about.values())])
-        for found, y in self.predictions(rows, f"{data} {role} {about}", draws, workers, name):
+        for found, y in self.predictions(
+            rows, f"{data} {role} {about}", draws, workers, name
+        ):
             for count, prediction in found.items():
                 scores[count].update(prediction, y)
                 if note is not None:
                     note(count, prediction, y)
         curves = role in ("test", "shift")
-        return [Evaluation(data=data, role=role, draws=n, **about, **s.result(curves)) for n, s in scores.items()]
+        return [
+            Evaluation(data=data, role=role, draws=n, **about, **s.result(curves))
+            for n, s in scores.items()
+        ]
 
     def _scores(self) -> Scores:
         if not self.discrete:
@@ -244,24 +331,52 @@ class Predictor(NamedTuple):
         chosen = self.experiment.evaluate
         members = 1 if self._exact_draws > 1 else sb.members(self.network)
         binary = self.likelihood == "bernoulli"
-        return class_scores(max(2, len(self.task.classes)), chosen.bins, members, binary, self.device, chosen.drop)
+        return class_scores(
+            max(2, len(self.task.classes)),
+            chosen.bins,
+            members,
+            binary,
+            self.device,
+            chosen.drop,
+        )
 
     def scores_after(self, epoch: int, workers: int = 0) -> dict[str, float]:
         """What a curve has of an epoch beside its losses, with one draw of each member: scores of validation rows, and
         of test rows where `train.snapshots` asks for them."""
-        train, scores = self.experiment.train, {} if self.task.validation is None else self._validation(workers)
+        train, scores = (
+            self.experiment.train,
+            {} if self.task.validation is None else self._validation(workers),
+        )
         if train.snapshots is None or not train.snapshots.due(epoch, train.epochs):
             return scores
-        (made,) = self.score(self.task.test, [1], self.task.name, "test", workers=workers)
-        scores |= {f"test_{name}": value for name, value in (made.metrics | made.diversity).items()}
-        return scores | {f"member{k}_{name}": v for k, one in enumerate(made.members) for name, v in one.items()}
+        (made,) = self.score(
+            self.task.test, [1], self.task.name, "test", workers=workers
+        )
+        scores |= {
+            f"test_{name}": value
+            for name, value in (made.metrics | made.diversity).items()
+        }
+        return scores | {
+            f"member{k}_{name}": v
+            for k, one in enumerate(made.members)
+            for name, v in one.items()
+        }
 
     def _validation(self, workers: int) -> dict[str, float]:
         """NLL, and accuracy or RMSE, of the validation rows in the units of training."""
         assert self.task.validation is not None
-        standardised = self.with_training_noise()._replace(task=replace(self.task, y_mean=None, y_std=None))
+        standardised = self.with_training_noise()._replace(
+            task=replace(self.task, y_mean=None, y_std=None)
+        )
         rows, name = self.task.validation, self.task.name
-        (made,) = standardised.score(rows, [1], name, "validation", workers=workers, brief=True)
+        (made,) = standardised.score(
+            rows, [1], name, "validation", workers=workers, brief=True
+        )
         if not self.discrete:
-            return {"validation_nll": -made.metrics["lpd"], "validation_rmse": made.metrics["rmse"]}
-        return {f"validation_{name}": made.metrics[name] for name in ("nll", "accuracy")}
+            return {
+                "validation_nll": -made.metrics["lpd"],
+                "validation_rmse": made.metrics["rmse"],
+            }
+        return {
+            f"validation_{name}": made.metrics[name] for name in ("nll", "accuracy")
+        }

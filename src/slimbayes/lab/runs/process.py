@@ -84,7 +84,9 @@ def train(
             write_config(run.folder, run.experiment)
             _say(run, "running")
             for start in range(STARTS):
-                process = _process(run, words, os.environ | dict(environment or {}), claim)
+                process = _process(
+                    run, words, os.environ | dict(environment or {}), claim
+                )
                 state, reason = _outcome(run, _wait(process, wanted))
                 if not reason.startswith("was killed"):
                     break
@@ -95,12 +97,23 @@ def train(
     return state, reason
 
 
-def _process(run: Run, words: Sequence[str], environment: Mapping[str, str], claim: IO[str]) -> subprocess.Popen[bytes]:
-    line = ["fit", str(run.folder / "config.yaml"), "--out", str(run.folder), "--resume", *words]
+def _process(
+    run: Run, words: Sequence[str], environment: Mapping[str, str], claim: IO[str]
+) -> subprocess.Popen[bytes]:
+    line = [
+        "fit",
+        str(run.folder / "config.yaml"),
+        "--out",
+        str(run.folder),
+        "--resume",
+        *words,
+    ]
     # The kernel asks the run to stop when this call is gone, however it went.
     tied = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
     with open(run.folder / "log.txt", "ab") as log:
-        log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} slimbayes {' '.join(line)}\n".encode())
+        log.write(
+            f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} slimbayes {' '.join(line)}\n".encode()
+        )
         log.flush()
         return subprocess.Popen(
             [*tied, *COMMAND, *line], env={**environment, "TYPER_STANDARD_TRACEBACK": "1"},
@@ -131,12 +144,18 @@ def _outcome(run: Run, code: int) -> tuple[str, str]:
         return "finished", ""
     if code == STOPPED:
         kept = any((run.folder / "checkpoints").glob("step-*"))
-        return "stopped", f"was asked to stop; {'its checkpoint is kept' if kept else 'there is no checkpoint yet'}"
+        return (
+            "stopped",
+            f"was asked to stop; {'its checkpoint is kept' if kept else 'there is no checkpoint yet'}",
+        )
     if code < 0:
         memory = ", perhaps for want of memory" if code == -signal.SIGKILL else ""
         return "failed", f"was killed by {signal.Signals(-code).name}{memory}"
     log = run.folder / "log.txt"
-    said = [line.strip() for line in log.read_text(encoding="utf8", errors="replace").splitlines()]
+    said = [
+        line.strip()
+        for line in log.read_text(encoding="utf8", errors="replace").splitlines()
+    ]
     return "failed", f"{[line for line in said if line][-1][:300]} ({log})"
 
 

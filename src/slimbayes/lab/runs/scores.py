@@ -41,7 +41,13 @@ class Scores:
     rows: int = 0
 
     def __post_init__(self) -> None:
-        for group in (self.whole, self.soft, self.diversity, self.uncertainty, *self.members):
+        for group in (
+            self.whole,
+            self.soft,
+            self.diversity,
+            self.uncertainty,
+            *self.members,
+        ):
             for metric in group.values():
                 metric.sync_on_compute = False
                 metric.to(self.device)
@@ -61,7 +67,12 @@ class Scores:
 
     def _update_members(self, prediction: Prediction, target: Tensor) -> None:
         if self.members:
-            parts = zip(self.members, prediction.member_probs, prediction.member_log_prob(target), strict=True)
+            parts = zip(
+                self.members,
+                prediction.member_probs,
+                prediction.member_log_prob(target),
+                strict=True,
+            )
             for scores, probs, log_prob in parts:
                 scores["accuracy"].update(probs, target)
                 scores["ece"].update(probs, target)
@@ -69,10 +80,14 @@ class Scores:
         compared = prediction
         if not self.members:  # of a single member, its first draws
             assert prediction.by_draw is not None  # predict_prefixes keeps them
-            compared = replace(prediction, by_member=prediction.by_draw[:_COMPARED], weights=None)
+            compared = replace(
+                prediction, by_member=prediction.by_draw[:_COMPARED], weights=None
+            )
         if len(compared.by_member) > 1:
             for name, metric in self.diversity.items():
-                metric.update(compared, target) if name == "normalised_disagreement" else metric.update(compared)
+                metric.update(
+                    compared, target
+                ) if name == "normalised_disagreement" else metric.update(compared)
 
     def result(self, curves: bool) -> dict[str, Any]:
         """Fields of an Evaluation."""
@@ -83,26 +98,45 @@ class Scores:
             "diversity": _numbers(_used(self.diversity)),
         }
         if curves and "ece" in self.whole:
-            out |= {"reliability": self._reliability(), "risk_coverage": self._risk_coverage()}
+            out |= {
+                "reliability": self._reliability(),
+                "risk_coverage": self._risk_coverage(),
+            }
         return out
 
     def _reliability(self) -> Reliability:
         sums = self.whole["ece"].bin_sums.cpu()
         count, right, confidence = sums[:, sums[0] > 0]
         return Reliability(
-            confidence=(confidence / count).tolist(), accuracy=(right / count).tolist(), count=count.long().tolist()
+            confidence=(confidence / count).tolist(),
+            accuracy=(right / count).tolist(),
+            count=count.long().tolist(),
         )
 
     def _risk_coverage(self) -> RiskCoverage:
-        risk = self.whole["aurc"].risk().cpu()  # its own `curve` would wait for other processes
+        risk = (
+            self.whole["aurc"].risk().cpu()
+        )  # its own `curve` would wait for other processes
         coverage = torch.arange(1, len(risk) + 1) / len(risk)
         index = torch.linspace(0, len(risk) - 1, min(_POINTS, len(risk))).round().long()
-        return RiskCoverage(coverage=coverage[index].double().tolist(), risk=risk[index].double().tolist())
+        return RiskCoverage(
+            coverage=coverage[index].double().tolist(),
+            risk=risk[index].double().tolist(),
+        )
 
 
-def class_scores(classes: int, bins: int, members: int, binary: bool, device: torch.device, drop: int = 0) -> Scores:
+def class_scores(
+    classes: int,
+    bins: int,
+    members: int,
+    binary: bool,
+    device: torch.device,
+    drop: int = 0,
+) -> Scores:
     """Scores of predicted classes; bins of at most `drop` rows do not count."""
-    from slimbayes.metrics.streaming import GivenMean  # torchmetrics takes as long to import as torch
+    from slimbayes.metrics.streaming import (
+        GivenMean,
+    )  # torchmetrics takes as long to import as torch
 
     whole = {
         "accuracy": metrics.Accuracy(), "nll": metrics.NLL(), "brier": metrics.Brier(),
@@ -110,7 +144,9 @@ def class_scores(classes: int, bins: int, members: int, binary: bool, device: to
         "classwise_ece": metrics.ClasswiseECE(classes, bins), "aurc": metrics.AURC(),
     }  # fmt: skip
     whole |= {"top5": metrics.TopK(5)} if classes > 5 else {}
-    whole |= {"auroc": metrics.AUROC(), "aucpr": metrics.AUCPR()} if binary else {}  # of the probability of "yes"
+    whole |= (
+        {"auroc": metrics.AUROC(), "aucpr": metrics.AUCPR()} if binary else {}
+    )  # of the probability of "yes"
     diversity = {
         "disagreement": metrics.Disagreement(), "normalised_disagreement": metrics.NormalisedDisagreement(),
         "kl": metrics.PairwiseKL(), "cosine": metrics.CosineSimilarity(),
@@ -119,7 +155,10 @@ def class_scores(classes: int, bins: int, members: int, binary: bool, device: to
         {"accuracy": metrics.Accuracy(), "ece": metrics.ECE(bins), "nll": GivenMean()}
         for _ in range(members if members > 1 else 0)
     ]
-    soft, uncertainty = {"soft_nll": metrics.SoftLabelNLL()}, {"entropy": GivenMean(), "epistemic": GivenMean()}
+    soft, uncertainty = (
+        {"soft_nll": metrics.SoftLabelNLL()},
+        {"entropy": GivenMean(), "epistemic": GivenMean()},
+    )
     return Scores(device, whole, soft, diversity, uncertainty, alone)
 
 
@@ -141,7 +180,11 @@ def ood_scores(familiar: Tensor, unfamiliar: Tensor) -> dict[str, float]:
     """How well an uncertainty tells unfamiliar rows from familiar ones: auroc, aucpr, fpr95."""
     scores = torch.cat([familiar, unfamiliar])
     target = torch.cat([torch.zeros_like(familiar), torch.ones_like(unfamiliar)]).long()
-    chosen = {"auroc": metrics.AUROC(), "aucpr": metrics.AUCPR(), "fpr95": metrics.FPR95()}
+    chosen = {
+        "auroc": metrics.AUROC(),
+        "aucpr": metrics.AUCPR(),
+        "fpr95": metrics.FPR95(),
+    }
     for metric in chosen.values():
         metric.to(scores.device).update(scores, target)
     return _numbers(chosen)

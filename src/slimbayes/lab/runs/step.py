@@ -34,7 +34,9 @@ from slimbayes.train.likelihoods import LIKELIHOODS
 from slimbayes.train.optim import l2, networks_of
 from slimbayes.train.recorded import record
 
-Batch = tuple[Tensor, ...]  # row numbers (B,) of a set that is on the device, or inputs and targets
+Batch = tuple[
+    Tensor, ...
+]  # row numbers (B,) of a set that is on the device, or inputs and targets
 
 
 @dataclass
@@ -61,16 +63,25 @@ class TrainingStep:
         self.device = device = next(self.network.parameters()).device
         self.history = torch.zeros(self.steps_per_epoch, 3, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
-        self.kl_weight, self.failed = torch.ones((), device=device), torch.zeros((), device=device)
+        self.kl_weight, self.failed = (
+            torch.ones((), device=device),
+            torch.zeros((), device=device),
+        )
         self.graph: torch.cuda.CUDAGraph | None = None
         self.static: Batch = ()
         train, self.noise = self.experiment.train, self.predictor.training_noise
         # The likelihood of a mixture has no parts that could be summed.
         summed = train.ensemble_loss == "sum" and train.form == "average"
-        self.networks = networks_of(self.network) if summed else [list(self.network.parameters())]
+        self.networks = (
+            networks_of(self.network) if summed else [list(self.network.parameters())]
+        )
         self.averages: dict[str, Tensor] = {}
         if self.experiment.train.ema:
-            self.averages = {n: p.detach().clone() for n, p in self.network.named_parameters() if p.requires_grad}
+            self.averages = {
+                n: p.detach().clone()
+                for n, p in self.network.named_parameters()
+                if p.requires_grad
+            }
         if device.type == "cuda":
             self.optimizer.found_inf = self.failed  # type: ignore[attr-defined]  # fused ones skip their update by it
 
@@ -96,9 +107,13 @@ class TrainingStep:
         for index, (inputs, targets) in enumerate(
             zip(x.chunk(train.accumulate), y.chunk(train.accumulate), strict=True)
         ):
-            with self.fabric.no_backward_sync(self.call, enabled=several and index < train.accumulate - 1):
+            with self.fabric.no_backward_sync(
+                self.call, enabled=several and index < train.accumulate - 1
+            ):
                 found = self._elbo(inputs, targets)
-                self.fabric.backward(found.loss * (len(self.networks) / train.accumulate))
+                self.fabric.backward(
+                    found.loss * (len(self.networks) / train.accumulate)
+                )
             terms += torch.stack([term.detach() for term in found]) / train.accumulate
         if train.clip:
             for parameters in self.networks:
@@ -106,7 +121,9 @@ class TrainingStep:
         if several:
             dist.all_reduce(terms)
             terms /= self.fabric.world_size
-        self.failed.copy_(torch.maximum(self.failed, (~terms[0].isfinite()).float()))  # in all processes alike
+        self.failed.copy_(
+            torch.maximum(self.failed, (~terms[0].isfinite()).float())
+        )  # in all processes alike
         if self.device.type == "cpu" and bool(self.failed):
             raise FloatingPointError
         self.optimizer.step()
@@ -121,24 +138,36 @@ class TrainingStep:
         task, augment = self.task, self.experiment.augment
         if len(batch) == 1:
             assert isinstance(task.train, Split)  # folders of pictures arrive decoded
-            batch = (task.train.x.index_select(0, batch[0]), task.train.y.index_select(0, batch[0]))
+            batch = (
+                task.train.x.index_select(0, batch[0]),
+                task.train.y.index_select(0, batch[0]),
+            )
         x, y = task.scaling(batch[0]), batch[1]
-        cropped = isinstance(task.train, ImageFolder) and crops_pictures(self.experiment)
+        cropped = isinstance(task.train, ImageFolder) and crops_pictures(
+            self.experiment
+        )
         if augment is not None and not cropped:
             x = augment.build(images=x)
         x, y = (t[self.fabric.global_rank :: self.fabric.world_size] for t in (x, y))
         channels_last = self.device.type == "cuda" and task.images
-        return (x.contiguous(memory_format=torch.channels_last) if channels_last else x), y
+        return (
+            x.contiguous(memory_format=torch.channels_last) if channels_last else x
+        ), y
 
     def _elbo(self, x: Tensor, y: Tensor) -> ELBO:
         train = self.experiment.train
         outputs = sample(self.call, x, draws=train.draws, rows=train.rows)
         if train.rows == "split":
             outputs = outputs.flatten(0, 1)[None]  # each row was seen by one draw
-        nll = LIKELIHOODS[self.likelihood].nll(outputs.float(), y, train.form, self.noise)
+        nll = LIKELIHOODS[self.likelihood].nll(
+            outputs.float(), y, train.form, self.noise
+        )
         found = elbo(nll, self.network, len(self.task.train), self.kl_weight)
         if train.l2:
-            found = found._replace(loss=found.loss + l2(self.network, **train.l2.model_dump()) / len(self.networks))
+            found = found._replace(
+                loss=found.loss
+                + l2(self.network, **train.l2.model_dump()) / len(self.networks)
+            )
         return found
 
     @torch.no_grad()
@@ -146,7 +175,11 @@ class TrainingStep:
         if self.averages:
             own = dict(self.network.named_parameters())
             decay = self.experiment.train.ema or 0.0
-            torch._foreach_lerp_(list(self.averages.values()), [own[n].detach() for n in self.averages], 1 - decay)
+            torch._foreach_lerp_(
+                list(self.averages.values()),
+                [own[n].detach() for n in self.averages],
+                1 - decay,
+            )
 
     @torch.no_grad()
     def use(self, values: Mapping[str, Tensor]) -> None:
@@ -158,7 +191,11 @@ class TrainingStep:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """The network with its averaged weights, if there are any."""
-        kept = {n: p.detach().clone() for n, p in self.network.named_parameters() if n in self.averages}
+        kept = {
+            n: p.detach().clone()
+            for n, p in self.network.named_parameters()
+            if n in self.averages
+        }
         self.use(self.averages)
         try:
             yield
@@ -170,9 +207,16 @@ class TrainingStep:
     def capture(self, batch: Batch) -> str | None:
         """Record the step as one CUDA graph; returns why not, if so. Network and optimizer are as before."""
         self.static = tuple(t.clone() for t in batch)
-        tensors = [*self.network.state_dict().values(), *self.averages.values(), self.history, self.failed]
+        tensors = [
+            *self.network.state_dict().values(),
+            *self.averages.values(),
+            self.history,
+            self.failed,
+        ]
         try:
-            self.graph, _ = record(lambda: self.once(self.static), tensors, self.optimizer)
+            self.graph, _ = record(
+                lambda: self.once(self.static), tensors, self.optimizer
+            )
         except Exception as error:  # whatever a model does that cannot be recorded, it can still be trained
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return None
@@ -181,9 +225,14 @@ class TrainingStep:
 
     def broken_parameter(self) -> str | None:
         """The name of a parameter that is NaN or infinite, the same in all processes."""
-        local = {n: p.to_local() if hasattr(p, "to_local") else p for n, p in self.network.named_parameters()}
+        local = {
+            n: p.to_local() if hasattr(p, "to_local") else p
+            for n, p in self.network.named_parameters()
+        }
         bad = torch.stack([~p.detach().isfinite().all() for p in local.values()])
-        if self.fabric.world_size > 1:  # a shard is looked at by one process, and all must agree
+        if (
+            self.fabric.world_size > 1
+        ):  # a shard is looked at by one process, and all must agree
             bad = self.fabric.all_reduce(bad.float(), reduce_op="sum") > 0
         return list(local)[int(bad.nonzero()[0])] if bool(bad.any()) else None
 
@@ -191,7 +240,11 @@ class TrainingStep:
         """A sentence on where numbers stop being finite: inputs, targets, parameters, or the first such layer."""
         x, y = self.rows(batch)
         for what, tensor in (("inputs", x), ("targets", y)):
-            bad = (~tensor.flatten(1).isfinite().all(1) if tensor.dim() > 1 else ~tensor.isfinite()).nonzero()
+            bad = (
+                ~tensor.flatten(1).isfinite().all(1)
+                if tensor.dim() > 1
+                else ~tensor.isfinite()
+            ).nonzero()
             if len(bad):
                 return f"The {what} of row {int(bad[0])} of the batch hold NaN or infinity."
         try:
@@ -202,15 +255,28 @@ class TrainingStep:
 
     @torch.no_grad()
     def _first_layer(self, x: Tensor) -> str:
-        names = {module: name for name, module in self.network.named_modules() if not any(module.children())}
+        names = {
+            module: name
+            for name, module in self.network.named_modules()
+            if not any(module.children())
+        }
         found: list[str] = []
 
         def look(module: nn.Module, inputs: Any, output: Any) -> None:
-            if module in names and isinstance(output, Tensor) and not bool(output.isfinite().all()):
+            if (
+                module in names
+                and isinstance(output, Tensor)
+                and not bool(output.isfinite().all())
+            ):
                 found.append(names[module])
 
         with register_module_forward_hook(look):
-            sample(self.network, x, draws=self.experiment.train.draws, rows=self.experiment.train.rows)
+            sample(
+                self.network,
+                x,
+                draws=self.experiment.train.draws,
+                rows=self.experiment.train.rows,
+            )
         if found:
             return f"The first layer whose output is NaN or infinite is {found[0]!r}."
         return "All layers' outputs are finite, so it is the likelihood, the KL or the penalty that is not."
@@ -233,10 +299,18 @@ _SAVED = "tracked/"
 class Tracker:
     """Looks at a network after its steps and epochs; it draws nothing, so training is the same without it."""
 
-    def __init__(self, experiment: Experiment, network: nn.Module, steps_per_epoch: int) -> None:
-        self.network, self.steps, self.wanted = network, steps_per_epoch, experiment.train.track
+    def __init__(
+        self, experiment: Experiment, network: nn.Module, steps_per_epoch: int
+    ) -> None:
+        self.network, self.steps, self.wanted = (
+            network,
+            steps_per_epoch,
+            experiment.train.track,
+        )
         if "snr" in self.wanted and steps_per_epoch < 2:
-            raise ValueError("train.track: a signal-to-noise ratio needs two steps in an epoch; take a smaller batch.")
+            raise ValueError(
+                "train.track: a signal-to-noise ratio needs two steps in an epoch; take a smaller batch."
+            )
         window = min(WINDOW, steps_per_epoch)
         self.snr = GradientSNR(network, window) if "snr" in self.wanted else None
         if "scales" in self.wanted:
@@ -255,10 +329,18 @@ class Tracker:
                 scales = posterior.scales()
                 squares = torch.linalg.svdvals(scales).square()
                 found[f"mean_scale.{weight}"] = float(scales.mean())
-                found |= {f"scales_{k}.{weight}": float(squares[:k].sum() / squares.sum()) for k in (1, 2)}
+                found |= {
+                    f"scales_{k}.{weight}": float(squares[:k].sum() / squares.sum())
+                    for k in (1, 2)
+                }
         if self.snr is not None:
-            found |= {f"snr.{layer}": ratio for layer, ratio in self.snr.result().items()}
-            found |= {f"snr_median.{layer}": ratio for layer, ratio in self.snr.result("median").items()}
+            found |= {
+                f"snr.{layer}": ratio for layer, ratio in self.snr.result().items()
+            }
+            found |= {
+                f"snr_median.{layer}": ratio
+                for layer, ratio in self.snr.result("median").items()
+            }
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
     def state(self) -> dict[str, Tensor]:
@@ -266,7 +348,9 @@ class Tracker:
         if self.snr is None or self.snr.steps % self.snr.window == 0:
             return {}
         steps = torch.tensor(self.snr.steps)
-        return {f"{_SAVED}steps": steps} | {f"{_SAVED}{n}": h for n, h in self.snr.history.items()}
+        return {f"{_SAVED}steps": steps} | {
+            f"{_SAVED}{n}": h for n, h in self.snr.history.items()
+        }
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
         """Go on from a checkpoint."""

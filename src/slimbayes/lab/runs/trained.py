@@ -18,13 +18,21 @@ from slimbayes.errors import brief
 from slimbayes.files import write_json
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.runs.folder import RunError, check_data_of, check_seal, read_config
-from slimbayes.lab.runs.predictor import Predictor, likelihood_of, plain_network, with_noise
+from slimbayes.lab.runs.predictor import (
+    Predictor,
+    likelihood_of,
+    plain_network,
+    with_noise,
+)
 from slimbayes.lab.tasks.own_table import TableReader
 from slimbayes.lab.tasks.task import Scaling, Task, open_task
 from slimbayes.train.likelihoods import LikelihoodName
 from slimbayes.untrusted import parse_json, read_file
 
-_TYPES = {str(t)[len("torch.") :]: t for t in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)}
+_TYPES = {
+    str(t)[len("torch.") :]: t
+    for t in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)
+}
 
 
 def save_network(folder: Path, network: nn.Module) -> None:
@@ -34,7 +42,10 @@ def save_network(folder: Path, network: nn.Module) -> None:
 
 
 def load_run(
-    folder: Path, execution: Execution, network: nn.Module | None = None, dataset: Dataset | None = None
+    folder: Path,
+    execution: Execution,
+    network: nn.Module | None = None,
+    dataset: Dataset | None = None,
 ) -> Predictor:
     """A trained run's network on its device, and its task; `network` and `dataset` as they were given to `fit`.
 
@@ -45,7 +56,9 @@ def load_run(
     task = open_task(experiment.data, execution.data_dir, dataset).to(execution.device)
     check_data_of(folder, task.name, task.sha256)
     facts = task.fills()
-    plain = with_noise(experiment, facts, network or plain_network(experiment, facts, task.name))
+    plain = with_noise(
+        experiment, facts, network or plain_network(experiment, facts, task.name)
+    )
     loaded = sb.load(plain, folder / "model").to(execution.device)
     return Predictor(experiment, loaded, task, likelihood_of(experiment, task, loaded))
 
@@ -57,14 +70,22 @@ def write_inputs(folder: Path, task: Task, likelihood: LikelihoodName) -> None:
     """Write down what a run's network takes; image folders, whose rows are files, are left out."""
     if not isinstance(task.train, Split):
         return
-    tensors = {"mean": task.scaling.mean, "std": task.scaling.std, "y_mean": task.y_mean, "y_std": task.y_std}
+    tensors = {
+        "mean": task.scaling.mean,
+        "std": task.scaling.std,
+        "y_mean": task.y_mean,
+        "y_std": task.y_std,
+    }
     facts = {
         "row": list(task.train.x.shape[1:]), "dtype": str(task.train.x.dtype).removeprefix("torch."),
         "name": task.name, "classes": list(task.classes), "targets": list(task.train.y.shape[1:]), "real": task.real,
         "vocabulary": task.vocabulary, "likelihood": likelihood, "fills": task.fills(), "columns": list(task.columns),
     }  # fmt: skip
     facts |= {"own": None if task.reader is None else task.reader.to_dict()}
-    facts |= {name: None if tensor is None else tensor.tolist() for name, tensor in tensors.items()}
+    facts |= {
+        name: None if tensor is None else tensor.tolist()
+        for name, tensor in tensors.items()
+    }
     write_json(folder / "inputs.json", facts)
 
 
@@ -75,23 +96,45 @@ def read_predictor(folder: Path, device: torch.device) -> Predictor:
     try:
         facts = parse_json(read_file(file))
         x = torch.zeros(0, *facts["row"], dtype=_TYPES[facts["dtype"]])
-        y = torch.zeros(0, *facts["targets"], dtype=torch.float32 if facts["real"] else torch.int64)
+        y = torch.zeros(
+            0, *facts["targets"], dtype=torch.float32 if facts["real"] else torch.int64
+        )
         names = ("mean", "std", "y_mean", "y_std")
-        mean, std, y_mean, y_std = (None if facts[n] is None else _tensor(facts[n]) for n in names)
-        columns = tuple(map(str, facts.get("columns", ())))  # runs of before they were kept have none
+        mean, std, y_mean, y_std = (
+            None if facts[n] is None else _tensor(facts[n]) for n in names
+        )
+        columns = tuple(
+            map(str, facts.get("columns", ()))
+        )  # runs of before they were kept have none
         reader = TableReader.from_dict(facts.get("own"))
-        plain = with_noise(experiment, facts["fills"], plain_network(experiment, facts["fills"], facts["name"]))
+        plain = with_noise(
+            experiment,
+            facts["fills"],
+            plain_network(experiment, facts["fills"], facts["name"]),
+        )
     except OSError as error:
         raise RunError(
             f"{folder} has no inputs.json: its training is not finished, or it is a run on image folders, which cannot "
             f"predict files yet."
         ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{file} is damaged: {brief(error)}. `slimbayes evaluate {folder}` writes it anew.") from error
+        raise RunError(
+            f"{file} is damaged: {brief(error)}. `slimbayes evaluate {folder}` writes it anew."
+        ) from error
     network, nothing = sb.load(plain, Path(folder) / "model").to(device), Split(x, y)
     classes, words = tuple(facts["classes"]), facts["vocabulary"]
     task = Task(
-        facts["name"], nothing, nothing, None, Scaling(mean, std), classes, words, y_mean, y_std, columns, reader
+        facts["name"],
+        nothing,
+        nothing,
+        None,
+        Scaling(mean, std),
+        classes,
+        words,
+        y_mean,
+        y_std,
+        columns,
+        reader,
     )
     return Predictor(experiment, network, task.to(device), facts["likelihood"])
 

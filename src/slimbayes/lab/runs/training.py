@@ -18,8 +18,20 @@ import slimbayes as sb
 from slimbayes.data import Dataset, Split
 from slimbayes.files import CheckpointError, write_csv
 from slimbayes.lab.configs.experiment import Experiment
-from slimbayes.lab.execution import Execution, generator, leave_together, noting_signals, seed_everything
-from slimbayes.lab.runs.checkpoints import latest_checkpoint, restore, save_checkpoint, sharded_like, state_of
+from slimbayes.lab.execution import (
+    Execution,
+    generator,
+    leave_together,
+    noting_signals,
+    seed_everything,
+)
+from slimbayes.lab.runs.checkpoints import (
+    latest_checkpoint,
+    restore,
+    save_checkpoint,
+    sharded_like,
+    state_of,
+)
 from slimbayes.lab.runs.folder import RunError, append_steps, forget_steps, tensorboard
 from slimbayes.lab.runs.predictor import Predictor, build_network, likelihood_of
 from slimbayes.lab.runs.step import Batch, Tracker, TrainingStep
@@ -55,8 +67,13 @@ class Training:
     ) -> None:
         self.experiment, self.folder, self.execution = experiment, folder, execution
         self.fabric, self.watcher = fabric, watcher
-        self.task = open_task(experiment.data, execution.data_dir, dataset).to(fabric.device)
-        self.identity = {"hash": experiment.hash, "data": self.task.sha256}  # what its own checkpoints say
+        self.task = open_task(experiment.data, execution.data_dir, dataset).to(
+            fabric.device
+        )
+        self.identity = {
+            "hash": experiment.hash,
+            "data": self.task.sha256,
+        }  # what its own checkpoints say
         self.batch = min(experiment.train.batch, len(self.task.train))
         if self.batch % (fabric.world_size * experiment.train.accumulate):
             raise RunError(
@@ -69,7 +86,9 @@ class Training:
             self.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         likelihood = likelihood_of(experiment, self.task, self.network)
         if isinstance(self.task.train, Split):
-            sb.check_targets(self.task.train.y, likelihood, len(self.task.classes) or None)
+            sb.check_targets(
+                self.task.train.y, likelihood, len(self.task.classes) or None
+            )
         self.predictor = Predictor(experiment, self.network, self.task, likelihood)
         self.step = self.saved_step = 0
         self.curve: list[dict[str, float]] = []
@@ -82,13 +101,24 @@ class Training:
         self.saved_at, self.written_at = time.monotonic(), 0.0
 
     def _stepper(self) -> TrainingStep:
-        train, module = self.experiment.train, self.execution.compiled(self.network, self.fabric.device)
-        if self.execution.strategy == "fsdp":  # shards first: the optimizer is for what is left of each parameter
+        train, module = (
+            self.experiment.train,
+            self.execution.compiled(self.network, self.fabric.device),
+        )
+        if (
+            self.execution.strategy == "fsdp"
+        ):  # shards first: the optimizer is for what is left of each parameter
             call = self.fabric.setup_module(module)
-            optimizer = self.fabric.setup_optimizers(train.build_optimizer(self.network))
+            optimizer = self.fabric.setup_optimizers(
+                train.build_optimizer(self.network)
+            )
         else:
-            call, optimizer = self.fabric.setup(module, train.build_optimizer(self.network, self.captures))
-        return TrainingStep(self.predictor, call, optimizer.optimizer, self.fabric, self.steps_per_epoch)
+            call, optimizer = self.fabric.setup(
+                module, train.build_optimizer(self.network, self.captures)
+            )
+        return TrainingStep(
+            self.predictor, call, optimizer.optimizer, self.fabric, self.steps_per_epoch
+        )
 
     # --- the loop ---
 
@@ -110,16 +140,25 @@ class Training:
             while self.step < total and not self._stops_early():
                 self._epoch()
         if self.curve:
-            warn_of_dwarfed(self.network, self.curve[-1]["kl_weight"] * self.curve[-1]["kl"])
+            warn_of_dwarfed(
+                self.network, self.curve[-1]["kl_weight"] * self.curve[-1]["kl"]
+            )
         if self.step != self.saved_step:
             self._save()  # should the evaluation be cut short, nothing is trained again
         self._finish()
 
     def _epoch(self) -> None:
-        start, epoch, train = time.perf_counter(), self.step // self.steps_per_epoch, self.experiment.train
+        start, epoch, train = (
+            time.perf_counter(),
+            self.step // self.steps_per_epoch,
+            self.experiment.train,
+        )
         self.network.train()
         for batch in self._batches(epoch, self.step % self.steps_per_epoch):
-            kl_weight, rate = (at(self.step, self.steps_per_epoch) for at in (train.kl_weight, train.rate))
+            kl_weight, rate = (
+                at(self.step, self.steps_per_epoch)
+                for at in (train.kl_weight, train.rate)
+            )
             try:
                 self.stepper(batch, self.step, kl_weight, rate)
             except FloatingPointError:
@@ -141,14 +180,20 @@ class Training:
     def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
         """The rest of an epoch's batches: row numbers where the set is on the device, else decoded images."""
         rows, device = self.task.train, self.fabric.device
-        order = torch.randperm(len(rows), generator=generator(self.experiment.seed, "order", epoch))
+        order = torch.randperm(
+            len(rows), generator=generator(self.experiment.seed, "order", epoch)
+        )
         order = order[: self.steps_per_epoch * self.batch]
         if isinstance(rows, Split):
-            yield from ((numbers,) for numbers in order.to(device).split(self.batch)[first:])
+            yield from (
+                (numbers,) for numbers in order.to(device).split(self.batch)[first:]
+            )
             return
         loader: Any = torch.utils.data.DataLoader(
             pictures(rows, self.experiment, epoch),
-            batch_sampler=[numbers.tolist() for numbers in order.split(self.batch)[first:]],
+            batch_sampler=[
+                numbers.tolist() for numbers in order.split(self.batch)[first:]
+            ],
             num_workers=self.execution.workers,
             pin_memory=device.type == "cuda",
         )
@@ -156,7 +201,9 @@ class Training:
             yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
     def _batch_of(self, step: int) -> Batch:
-        return next(self._batches(step // self.steps_per_epoch, step % self.steps_per_epoch))
+        return next(
+            self._batches(step // self.steps_per_epoch, step % self.steps_per_epoch)
+        )
 
     def _note(self, epoch: int, losses: Tensor) -> None:
         """Add an epoch to the curve, with scores on validation rows where there are any."""
@@ -168,23 +215,45 @@ class Training:
         row |= self.tracker.columns()
         with self.stepper.averaged():
             scores = self.predictor.scores_after(epoch + 1, self.execution.workers)
-            row |= self.fabric.broadcast(scores)  # each process drew its own noise, and all must agree when to stop
-            if train.early_stop and row["validation_nll"] < self.best.get("nll", float("inf")):
-                weights = {n: t.detach().clone() for n, t in self.network.state_dict().items()}
-                self.best = {"nll": row["validation_nll"], "epoch": epoch + 1, "weights": weights}
+            row |= self.fabric.broadcast(
+                scores
+            )  # each process drew its own noise, and all must agree when to stop
+            if train.early_stop and row["validation_nll"] < self.best.get(
+                "nll", float("inf")
+            ):
+                weights = {
+                    n: t.detach().clone() for n, t in self.network.state_dict().items()
+                }
+                self.best = {
+                    "nll": row["validation_nll"],
+                    "epoch": epoch + 1,
+                    "weights": weights,
+                }
         self.curve.append(row)
-        self.watcher.move(self.step, f"nll {row['nll']:.4f}, kl {row['kl']:.4f} x {row['kl_weight']:.3g} per datum")
+        self.watcher.move(
+            self.step,
+            f"nll {row['nll']:.4f}, kl {row['kl']:.4f} x {row['kl_weight']:.3g} per datum",
+        )
         if self.fabric.global_rank == 0:
-            if time.monotonic() - self.written_at > 0.5:  # rewritten whole: not for each of thousands of short epochs
+            if (
+                time.monotonic() - self.written_at > 0.5
+            ):  # rewritten whole: not for each of thousands of short epochs
                 write_csv(self.folder / "metrics.csv", self.curve)
                 self.written_at = time.monotonic()
-            append_steps(self.folder / "steps.csv", epoch * self.steps_per_epoch, losses)
+            append_steps(
+                self.folder / "steps.csv", epoch * self.steps_per_epoch, losses
+            )
             if self.execution.tensorboard:
                 tensorboard(self.folder, row)
 
     def _stops_early(self) -> bool:
         stop = self.experiment.train.early_stop
-        return bool(stop and self.best and self.curve and self.curve[-1]["epoch"] - self.best["epoch"] >= stop.patience)
+        return bool(
+            stop
+            and self.best
+            and self.curve
+            and self.curve[-1]["epoch"] - self.best["epoch"] >= stop.patience
+        )
 
     def _finish(self) -> None:
         """Leave the network with the weights that count and save it."""
@@ -212,7 +281,9 @@ class Training:
         else:
             due = epoch_ends and time.monotonic() - self.saved_at > MINUTE
             if epoch_ends and self.fabric.world_size > 1:
-                due = self.fabric.broadcast(due)  # clocks differ, and all processes save a sharded model together
+                due = self.fabric.broadcast(
+                    due
+                )  # clocks differ, and all processes save a sharded model together
         stop = self._stop_asked()
         if due or stop:
             self._save()
@@ -234,9 +305,15 @@ class Training:
         if self.fabric.device.type == "cuda" and bool(self.stepper.failed):
             raise self._diverged(self.step - 1)
         self._check_weights()
-        extra = {"history": self.stepper.history} | {f"average/{n}": t for n, t in self.stepper.averages.items()}
+        extra = {"history": self.stepper.history} | {
+            f"average/{n}": t for n, t in self.stepper.averages.items()
+        }
         extra |= self.tracker.state()
-        facts: dict[str, Any] = {"curve": self.curve, "seconds": self.seconds, **self.identity}
+        facts: dict[str, Any] = {
+            "curve": self.curve,
+            "seconds": self.seconds,
+            **self.identity,
+        }
         if self.best:
             extra |= {f"best/{n}": t for n, t in self.best["weights"].items()}
             facts["best"] = {"nll": self.best["nll"], "epoch": self.best["epoch"]}
@@ -271,10 +348,16 @@ class Training:
             average.copy_(sharded_like(extra[f"average/{name}"], average))
         if "best" in facts:
             here = self.network.state_dict().items()
-            weights = {n: sharded_like(extra[f"best/{n}"].to(self.fabric.device), t) for n, t in here}
+            weights = {
+                n: sharded_like(extra[f"best/{n}"].to(self.fabric.device), t)
+                for n, t in here
+            }
             self.best = facts["best"] | {"weights": weights}
         if self.fabric.global_rank == 0:
-            forget_steps(self.folder / "steps.csv", self.step // self.steps_per_epoch * self.steps_per_epoch)
+            forget_steps(
+                self.folder / "steps.csv",
+                self.step // self.steps_per_epoch * self.steps_per_epoch,
+            )
         self.watcher.say(f"Resuming after step {self.step}.")
 
     # --- numbers that are not finite ---

@@ -73,7 +73,9 @@ class Bars(Watcher):
 
     def move(self, done: int, note: str = "") -> None:
         now = time.monotonic()
-        if self.task is not None and (note or done == self.total or now - self.looked > _PAUSE):
+        if self.task is not None and (
+            note or done == self.total or now - self.looked > _PAUSE
+        ):
             self.looked = now
             self.progress.update(self.task, completed=done)
             if note:
@@ -93,7 +95,12 @@ class Bars(Watcher):
 # restarts do the rest. Loading, compiling and long steps are no reason: threads write on meanwhile.
 
 TICK = 0.5  # seconds between two looks
-SILENCE = {"gone": 2.0, "stopped": 5.0, "far": 60.0, "running": float("inf")}  # seconds to bear, by a rank's state
+SILENCE = {
+    "gone": 2.0,
+    "stopped": 5.0,
+    "far": 60.0,
+    "running": float("inf"),
+}  # seconds to bear, by a rank's state
 HOST = socket.gethostname()
 
 
@@ -116,12 +123,16 @@ class Ranks(Watcher):
         watcher: hears all this one hears.
     """
 
-    def __init__(self, folder: Path, rank: int, world: int, job: str, watcher: Watcher) -> None:
+    def __init__(
+        self, folder: Path, rank: int, world: int, job: str, watcher: Watcher
+    ) -> None:
         self.place, self.rank, self.watcher = folder / ".ranks", rank, watcher
         self.others = [other for other in range(world) if other != rank]
         self.beat, self.own = 0, Heartbeat(0, job, os.getpid(), HOST, "start-up")
         self.heard: dict[int, Heartbeat] = {}
-        self.silent = dict.fromkeys(self.others, 0.0)  # seconds: counted in looks, so that a pause of all is none
+        self.silent = dict.fromkeys(
+            self.others, 0.0
+        )  # seconds: counted in looks, so that a pause of all is none
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -130,7 +141,9 @@ class Ranks(Watcher):
         """The ranks of a process group; every process of it calls this."""
         if fabric.global_rank == 0:
             shutil.rmtree(folder / ".ranks", ignore_errors=True)
-        job = fabric.broadcast(f"{os.getpid()}-{time.time_ns()}")  # after it nobody reads a former start's lines
+        job = fabric.broadcast(
+            f"{os.getpid()}-{time.time_ns()}"
+        )  # after it nobody reads a former start's lines
         return cls(folder, fabric.global_rank, fabric.world_size, job, watcher)
 
     def __enter__(self) -> Self:
@@ -149,7 +162,9 @@ class Ranks(Watcher):
             with suppress(OSError):
                 self.place.rmdir()  # by the last one
         elif isinstance(error, torch.distributed.DistError) or "gloo" in str(error):
-            with noting_signals([]):  # torchrun asks this process to go at the same moment
+            with noting_signals(
+                []
+            ):  # torchrun asks this process to go at the same moment
                 for _ in range(10):
                     if lost := self._missing(gone=0.0):
                         self._end(*lost)
@@ -169,9 +184,13 @@ class Ranks(Watcher):
 
     def _write(self) -> None:
         self.beat += 1
-        with suppress(OSError):  # a full disk has its own message; meanwhile nobody is found missing by it
+        with suppress(
+            OSError
+        ):  # a full disk has its own message; meanwhile nobody is found missing by it
             self.place.mkdir(exist_ok=True)
-            (self.place / str(self.rank)).write_text(json.dumps(self.own._replace(beat=self.beat)))
+            (self.place / str(self.rank)).write_text(
+                json.dumps(self.own._replace(beat=self.beat))
+            )
 
     # --- what the others do ---
 
@@ -188,7 +207,11 @@ class Ranks(Watcher):
             line = self._read(rank)
             if line is None:
                 continue
-            self.silent[rank] = self.silent[rank] + TICK if self.heard.get(rank, line).beat == line.beat else 0.0
+            self.silent[rank] = (
+                self.silent[rank] + TICK
+                if self.heard.get(rank, line).beat == line.beat
+                else 0.0
+            )
             self.heard[rank] = line
             state = _state(line)
             if self.silent[rank] >= (SILENCE | {"gone": gone})[state]:
@@ -208,7 +231,9 @@ class Ranks(Watcher):
     def _end(self, rank: int, state: str) -> None:
         """Say who is missing, make sure that it is gone, and leave."""
         line = self.heard[rank]
-        how = {"gone": "is gone", "stopped": "is stopped and was killed"}.get(state, "has been silent for a minute")
+        how = {"gone": "is gone", "stopped": "is stopped and was killed"}.get(
+            state, "has been silent for a minute"
+        )
         print(
             f"Rank {rank} (process {line.pid} on {line.host}) {how}; it was last heard of in {line.doing}, rank "
             f"{self.rank} is in {self.own.doing}. The job ends here: torchrun --max-restarts starts it again from its "

@@ -25,7 +25,10 @@ from slimbayes.lab.tasks.rows import hold_out
 from slimbayes.untrusted import check_regular
 
 _WHOLE = 256 << 20  # bytes of a tensor that are all read
-_BLOCK, _BLOCKS = 64 << 10, 1024  # bytes of a block, and how many are read of larger ones
+_BLOCK, _BLOCKS = (
+    64 << 10,
+    1024,
+)  # bytes of a block, and how many are read of larger ones
 _FILES = 4096  # pictures of a folder whose sizes are read
 _BYTES = 4 << 30  # of pictures in memory
 
@@ -50,7 +53,9 @@ def open_data(
 
 
 @lru_cache(maxsize=2)
-def _bags(name: str, root: Path | str | None, stamps: tuple[object, ...], **bags: Any) -> Dataset:
+def _bags(
+    name: str, root: Path | str | None, stamps: tuple[object, ...], **bags: Any
+) -> Dataset:
     """Bags of files with these stamps: tables look at the data of many runs, and bags take seconds to fill."""
     return load_bags(name, root, **bags)
 
@@ -60,7 +65,9 @@ def _opened(chosen: Data, root: Path | str | None) -> Dataset:
         return _open_own(*chosen.source, chosen, root)
     if chosen.bags is not None:
         files = find(chosen.name, root).files()
-        stamps = tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+        stamps = tuple(
+            (file, file.stat().st_size, file.stat().st_mtime_ns) for file in files
+        )
         return _bags(chosen.name, root, stamps, **chosen.bags.model_dump())
     return digits() if chosen.name == "digits" else load(chosen.name, root)
 
@@ -70,7 +77,9 @@ def digits() -> Dataset:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
-        raise ImportError('The digits come with scikit-learn: pip install "slimbayes[lab]"') from error
+        raise ImportError(
+            'The digits come with scikit-learn: pip install "slimbayes[lab]"'
+        ) from error
     found = load_digits()
     x = torch.tensor(found.images * (255 / 16)).round().to(torch.uint8).unsqueeze(1)
     y = torch.tensor(found.target, dtype=torch.int64)
@@ -85,7 +94,12 @@ def digits() -> Dataset:
 
 def _open_own(kind: str, path: str, chosen: Data, root: Path | str | None) -> Dataset:
     """The data of a config that names a file of this kind: splits train and test, none of it scaled."""
-    read = {"images": _pictures, "npz": _arrays, "csv": read_table, "parquet": read_table}
+    read = {
+        "images": _pictures,
+        "npz": _arrays,
+        "csv": read_table,
+        "parquet": read_table,
+    }
     return read[kind](_find_own(path, root), chosen)
 
 
@@ -94,15 +108,26 @@ def _find_own(text: str, root: Path | str | None) -> Path:
     folders = [Path.cwd()]
     if root is not None or os.environ.get("SLIMBAYES_DATA"):
         folders.append(root_folder(root))
-    found = next((place for folder in folders if (place := folder / os.path.expanduser(text)).exists()), None)
+    found = next(
+        (
+            place
+            for folder in folders
+            if (place := folder / os.path.expanduser(text)).exists()
+        ),
+        None,
+    )
     if found is None:
-        raise FileNotFoundError(f"{brief(text)} is not there, seen from {' or '.join(map(str, folders))}.")
+        raise FileNotFoundError(
+            f"{brief(text)} is not there, seen from {' or '.join(map(str, folders))}."
+        )
     return found
 
 
 def _splits(found: list[Split], chosen: Data) -> dict[str, Split]:
     """Rows to train and to test on, as they are or, of one split, as the config says."""
-    train, test = found if len(found) == 2 else hold_out(found[0], "test", chosen.test, chosen)
+    train, test = (
+        found if len(found) == 2 else hold_out(found[0], "test", chosen.test, chosen)
+    )
     return {"train": train, "test": test}
 
 
@@ -111,14 +136,28 @@ def _arrays(path: Path, chosen: Data) -> Dataset:
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (ValueError, OSError, EOFError, KeyError, AttributeError, MemoryError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} cannot be read as a .npz file: {brief(str(error))}.") from error
+    except (
+        ValueError,
+        OSError,
+        EOFError,
+        KeyError,
+        AttributeError,
+        MemoryError,
+        zipfile.BadZipFile,
+    ) as error:
+        raise ValueError(
+            f"{path} cannot be read as a .npz file: {brief(str(error))}."
+        ) from error
     cut = {"x_train", "y_train", "x_test", "y_test"} <= arrays.keys()
     if not cut and not {"x", "y"} <= arrays.keys():
         has = ", ".join(map(brief, list(arrays)[:10])) or "none"
-        raise ValueError(f"{path} needs the arrays x and y, or x_train, y_train, x_test and y_test; it has {has}.")
+        raise ValueError(
+            f"{path} needs the arrays x and y, or x_train, y_train, x_test and y_test; it has {has}."
+        )
     names = [("x_train", "y_train"), ("x_test", "y_test")] if cut else [("x", "y")]
-    found = [_array_split(arrays[x], arrays[y], f"{path}, {x}", chosen) for x, y in names]
+    found = [
+        _array_split(arrays[x], arrays[y], f"{path}, {x}", chosen) for x, y in names
+    ]
     return Dataset(chosen.name, _splits(found, chosen))
 
 
@@ -126,21 +165,35 @@ def _array_split(x: np.ndarray, y: np.ndarray, place: str, chosen: Data) -> Spli
     for what, array in (("inputs", x), ("targets", y)):
         if array.dtype.kind not in "uifb" or not array.ndim or not array.size:
             got = f"{array.dtype} of shape {array.shape}"
-            raise ValueError(f"{place}: {what} must be numbers, row by row, got {brief(got)}.")
+            raise ValueError(
+                f"{place}: {what} must be numbers, row by row, got {brief(got)}."
+            )
     real = chosen.task == "regression" or (chosen.task is None and y.dtype.kind == "f")
     if not real and (y.ndim > 1 or (y != np.round(y)).any()):
-        raise ValueError(f"{place}: classes must be whole numbers (n,), got {y.dtype} of shape {y.shape}.")
-    inputs = torch.from_numpy(x if x.dtype == np.uint8 else x.astype(np.float32 if x.dtype.kind == "f" else np.int64))
+        raise ValueError(
+            f"{place}: classes must be whole numbers (n,), got {y.dtype} of shape {y.shape}."
+        )
+    inputs = torch.from_numpy(
+        x
+        if x.dtype == np.uint8
+        else x.astype(np.float32 if x.dtype.kind == "f" else np.int64)
+    )
     if inputs.dim() == 2 and not inputs.is_floating_point():
-        inputs = inputs.float()  # a table of whole numbers: words of texts have sets of their own
-    return Split(inputs, real_targets(y) if real else torch.from_numpy(y.astype(np.int64)))
+        inputs = (
+            inputs.float()
+        )  # a table of whole numbers: words of texts have sets of their own
+    return Split(
+        inputs, real_targets(y) if real else torch.from_numpy(y.astype(np.int64))
+    )
 
 
 def _pictures(path: Path, chosen: Data) -> Dataset:
     size = chosen.image_size
     train = ImageFolder(path / "train" if (path / "train").is_dir() else path)
     cut = (path / "train").is_dir() and (path / "test").is_dir()
-    folders = [train, ImageFolder(path / "test", classes=train.classes)] if cut else [train]
+    folders = (
+        [train, ImageFolder(path / "test", classes=train.classes)] if cut else [train]
+    )
     if len(train.classes) < 2:
         raise ValueError(
             f"{path} must hold a folder of pictures for each class, at least two; it has {len(train.classes)}."
@@ -149,7 +202,10 @@ def _pictures(path: Path, chosen: Data) -> Dataset:
         raise ValueError(
             f"{path}: pictures of {size} x {size} pixels take {needed / 2**30:.0f} GiB; set data.image_size to less."
         )
-    found = [Split(torch.stack([read_square(file, size) for file in one.paths]), one.y) for one in folders]
+    found = [
+        Split(torch.stack([read_square(file, size) for file in one.paths]), one.y)
+        for one in folders
+    ]
     return Dataset(chosen.name, _splits(found, chosen), train.classes)
 
 
@@ -184,7 +240,11 @@ def _parts(*tensors: Tensor) -> Iterator[bytes]:
         yield repr((tuple(tensor.shape), str(tensor.dtype))).encode()
         row = tensor[:1].numel() * tensor.element_size()
         size, whole = max(1, _BLOCK // max(1, row)), row * len(tensor) <= _WHOLE
-        first = range(0, len(tensor), size) if whole else _spread(max(0, len(tensor) - size), _BLOCKS)
+        first = (
+            range(0, len(tensor), size)
+            if whole
+            else _spread(max(0, len(tensor) - size), _BLOCKS)
+        )
         for start in first:
             piece = tensor[start : start + size].detach().cpu().contiguous()
             yield piece.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -200,4 +260,8 @@ def _files(rows: ImageFolder) -> Iterator[bytes]:
 
 def _spread(last: int, count: int) -> list[int]:
     """`count` whole numbers from 0 to `last`, evenly spread; all of them where there are no more."""
-    return sorted({round(i * last / (count - 1)) for i in range(count)}) if last >= 0 else []
+    return (
+        sorted({round(i * last / (count - 1)) for i in range(count)})
+        if last >= 0
+        else []
+    )

@@ -36,10 +36,16 @@ def limited(rows: R, limit: int | None, seed: int = 0) -> R:
     """At most `limit` rows, drawn without replacement but kept in order."""
     if limit is None or limit >= len(rows):
         return rows
-    return rows.pick(torch.randperm(len(rows), generator=generator(seed, "limit"))[:limit].sort().values)
+    return rows.pick(
+        torch.randperm(len(rows), generator=generator(seed, "limit"))[:limit]
+        .sort()
+        .values
+    )
 
 
-def hold_out(rows: R, what: Literal["test", "validation"], share: float, chosen: Data) -> tuple[R, R]:
+def hold_out(
+    rows: R, what: Literal["test", "validation"], share: float, chosen: Data
+) -> tuple[R, R]:
     """Rows to train on and a share that is held out, drawn or the last ones, both in their order."""
     held = round(len(rows) * share)
     if held in (0, len(rows)):
@@ -54,7 +60,9 @@ def hold_out(rows: R, what: Literal["test", "validation"], share: float, chosen:
 # --- rows that cannot be trained or judged on ---
 
 
-def check_data(data: Dataset, splits: Sequence[str], allow_nonfinite: bool = False) -> None:
+def check_data(
+    data: Dataset, splits: Sequence[str], allow_nonfinite: bool = False
+) -> None:
     """Refuse rows that are empty, not finite, of different widths, or whose labels are out of range or all alike.
 
     The error names the data set, the split, and the row and column where there is one, counted from zero.
@@ -70,13 +78,21 @@ def check_data(data: Dataset, splits: Sequence[str], allow_nonfinite: bool = Fal
             raise ValueError(f"{data.name}: the {name} split has no rows.")
         if isinstance(rows, ImageFolder):
             continue
-        check_split(rows, place, data.columns, len(data.classes) or None, allow_nonfinite)
+        check_split(
+            rows, place, data.columns, len(data.classes) or None, allow_nonfinite
+        )
         shapes[name] = tuple(rows.x.shape[1:])
     if len(set(shapes.values())) > 1:
-        told = " and ".join(f"{name} rows of shape {shape}" for name, shape in shapes.items())
+        told = " and ".join(
+            f"{name} rows of shape {shape}" for name, shape in shapes.items()
+        )
         raise ValueError(f"{data.name} has {told}: they must be alike.")
     first = data.splits[splits[0]]
-    if isinstance(first, Split) and _is_label(first.y) and int(first.y.min()) == int(first.y.max()):
+    if (
+        isinstance(first, Split)
+        and _is_label(first.y)
+        and int(first.y.min()) == int(first.y.max())
+    ):
         raise ValueError(
             f"{data.name}, {splits[0]}: all {len(first):,} labels are {int(first.y[0])}, and there is nothing to learn "
             f"from one class."
@@ -84,15 +100,23 @@ def check_data(data: Dataset, splits: Sequence[str], allow_nonfinite: bool = Fal
 
 
 def check_split(
-    rows: Split, place: str, columns: Sequence[str] = (), classes: int | None = None, allow_nonfinite: bool = False
+    rows: Split,
+    place: str,
+    columns: Sequence[str] = (),
+    classes: int | None = None,
+    allow_nonfinite: bool = False,
 ) -> None:
     """Refuse one split whose inputs or targets are no finite numbers, or whose labels are not below `classes`."""
     for what, values in (("inputs", rows.x), ("targets", rows.y)):
         if not isinstance(values, Tensor) or values.is_complex():
             got = values.dtype if isinstance(values, Tensor) else type(values).__name__
-            raise TypeError(f"{place}: {what} must be a tensor of real numbers, got {got}.")
+            raise TypeError(
+                f"{place}: {what} must be a tensor of real numbers, got {got}."
+            )
     if not rows.x.numel():
-        raise ValueError(f"{place}: rows have no columns, got inputs of shape {tuple(rows.x.shape)}.")
+        raise ValueError(
+            f"{place}: rows have no columns, got inputs of shape {tuple(rows.x.shape)}."
+        )
     if not allow_nonfinite:
         remedy = "Fill it in or drop the row, or set data.allow_nonfinite if the network can take it."
         _refuse_nonfinite(rows.x, place, "input", remedy, columns)
@@ -102,14 +126,18 @@ def check_split(
         if len(found := bad.nonzero()):
             row = int(found[0, 0])
             allowed = "0 or more" if classes is None else f"one of 0..{classes - 1}"
-            raise ValueError(f"{place} row {row}: the label {int(rows.y[row])} is not {allowed}. Drop such rows.")
+            raise ValueError(
+                f"{place} row {row}: the label {int(rows.y[row])} is not {allowed}. Drop such rows."
+            )
 
 
 def _is_label(y: Tensor) -> bool:
     return not y.is_floating_point() and y.dim() == 1
 
 
-def _refuse_nonfinite(values: Tensor, place: str, what: str, remedy: str, columns: Sequence[str] = ()) -> None:
+def _refuse_nonfinite(
+    values: Tensor, place: str, what: str, remedy: str, columns: Sequence[str] = ()
+) -> None:
     """Name the first number that is not finite, if there is one."""
     if not values.is_floating_point():
         return
@@ -119,7 +147,9 @@ def _refuse_nonfinite(values: Tensor, place: str, what: str, remedy: str, column
         if len(bad):
             row, *rest = bad[0].tolist()
             value = float(values[start + row][tuple(rest)])
-            raise ValueError(f"{place} row {start + row}{_column(rest, columns)}: the {what} is {value}. {remedy}")
+            raise ValueError(
+                f"{place} row {start + row}{_column(rest, columns)}: the {what} is {value}. {remedy}"
+            )
 
 
 def _column(index: Sequence[int], columns: Sequence[str]) -> str:
@@ -130,13 +160,23 @@ def _column(index: Sequence[int], columns: Sequence[str]) -> str:
     return f", at {tuple(index)}"
 
 
-def check_names(place: str, names: Sequence[str], needed: Sequence[str], ignored: Sequence[str] = ()) -> None:
+def check_names(
+    place: str, names: Sequence[str], needed: Sequence[str], ignored: Sequence[str] = ()
+) -> None:
     """Refuse columns unless all that are needed are there, once, and no others but those that may be passed over."""
     faults = {
         "missing": [name for name in needed if name not in names],
-        "not known to the run": [name for name in names if name not in needed and name not in ignored],
+        "not known to the run": [
+            name for name in names if name not in needed and name not in ignored
+        ],
         "there twice": sorted({name for name in names if names.count(name) > 1}),
     }
-    if message := "; ".join(f"{what}: {', '.join(map(brief, found[:10]))}" for what, found in faults.items() if found):
+    if message := "; ".join(
+        f"{what}: {', '.join(map(brief, found[:10]))}"
+        for what, found in faults.items()
+        if found
+    ):
         known = ", ".join(map(brief, needed[:50]))
-        raise ValueError(f"{place}: columns {message}. The run was trained on {known}: name these, in any order.")
+        raise ValueError(
+            f"{place}: columns {message}. The run was trained on {known}: name these, in any order."
+        )

@@ -23,7 +23,10 @@ from slimbayes.lab.tasks.intake import data_digest, open_data
 from slimbayes.lab.tasks.own_table import OwnTable, TableReader
 from slimbayes.lab.tasks.rows import Rows, check_data, hold_out, limited
 
-IMAGENET = (torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1))
+IMAGENET = (
+    torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1),
+    torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1),
+)
 SHARE = 7 / 8  # of the shorter side that tested pictures show: 224 of 256 pixels
 _MANY = 1 << 23  # numbers of which no copy in float64 is made
 
@@ -43,10 +46,14 @@ class Scaling:
             x = x.float() / 255
         elif x.is_floating_point() or self.mean is not None:
             x = x.float()
-        return x if self.mean is None or self.std is None else (x - self.mean) / self.std
+        return (
+            x if self.mean is None or self.std is None else (x - self.mean) / self.std
+        )
 
     def to(self, device: torch.device) -> Scaling:
-        return replace(self, mean=_moved(self.mean, device), std=_moved(self.std, device))
+        return replace(
+            self, mean=_moved(self.mean, device), std=_moved(self.std, device)
+        )
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,9 @@ class Task:
 
     @property
     def images(self) -> bool:
-        return isinstance(self.train, ImageFolder) or (self.train.x.dim() == 4 and self.train.x.dtype == torch.uint8)
+        return isinstance(self.train, ImageFolder) or (
+            self.train.x.dim() == 4 and self.train.x.dtype == torch.uint8
+        )
 
     @property
     def real(self) -> bool:
@@ -85,15 +94,23 @@ class Task:
         x, y = self.train.x, self.train.y
         if self.reader is not None:
             classes = {"classes": len(self.classes), "outputs": len(self.classes)}
-            return self.reader.fills() | ({"outputs": y[0].numel()} if self.real else classes)
+            return self.reader.fills() | (
+                {"outputs": y[0].numel()} if self.real else classes
+            )
         facts = {"inputs": x[0].numel(), "vocabulary": self.vocabulary}
-        facts |= {"outputs": y[0].numel()} if self.real else {"classes": len(self.classes)}
-        return facts | ({"channels": x.shape[1], "size": x.shape[2]} if x.dim() == 4 else {})
+        facts |= (
+            {"outputs": y[0].numel()} if self.real else {"classes": len(self.classes)}
+        )
+        return facts | (
+            {"channels": x.shape[1], "size": x.shape[2]} if x.dim() == 4 else {}
+        )
 
     def to(self, device: torch.device) -> Task:
         """The same with its tensors on a device; image folders stay where they are."""
         names = ("train", "test", "validation", "scaling", "y_mean", "y_std")
-        return replace(self, **{name: _moved(getattr(self, name), device) for name in names})
+        return replace(
+            self, **{name: _moved(getattr(self, name), device) for name in names}
+        )
 
     def in_own_units(self, rows: Rows) -> Rows:
         """Rows with targets as they came: those of training and validation are standardised."""
@@ -107,14 +124,22 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value if value is None else value.to(device)
 
 
-def open_task(chosen: Data, root: Path | str | None = None, dataset: Dataset | None = None) -> Task:
+def open_task(
+    chosen: Data, root: Path | str | None = None, dataset: Dataset | None = None
+) -> Task:
     """The task of a config's data; `dataset` stands in for the named one. Rows that cannot be used are refused."""
     data, splits = open_data(chosen, root, dataset)
     check_data(data, splits, chosen.allow_nonfinite or chosen.missing == "impute")
     task = _from_splits(data, splits, chosen)
-    for name, rows in (("train", task.train), ("validation", task.validation), ("test", task.test)):
+    for name, rows in (
+        ("train", task.train),
+        ("validation", task.validation),
+        ("test", task.test),
+    ):
         if rows is not None and not len(rows):
-            raise ValueError(f"{data.name}: no rows are left in the {name} split; it has too few.")
+            raise ValueError(
+                f"{data.name}: no rows are left in the {name} split; it has too few."
+            )
     if task.real and dataset is None:
         task = _standardise_targets(task)
     if dataset is None and isinstance(data, OwnTable):
@@ -123,8 +148,15 @@ def open_task(chosen: Data, root: Path | str | None = None, dataset: Dataset | N
 
 
 def _from_splits(data: Dataset, splits: Sequence[str], chosen: Data) -> Task:
-    train, test, *named = (data.splits[name] for name in splits) if len(splits) > 1 else _standard_split(data, chosen)
-    train, test = limited(train, chosen.train_limit, chosen.seed), limited(test, chosen.test_limit, chosen.seed)
+    train, test, *named = (
+        (data.splits[name] for name in splits)
+        if len(splits) > 1
+        else _standard_split(data, chosen)
+    )
+    train, test = (
+        limited(train, chosen.train_limit, chosen.seed),
+        limited(test, chosen.test_limit, chosen.seed),
+    )
     kept, held = (train, named[0]) if named else _validation(train, chosen)
     if isinstance(kept, Split) and isinstance(test, Split):
         return _in_memory(data, kept, test, held, chosen)
@@ -141,15 +173,25 @@ def _standard_split(data: Dataset, chosen: Data) -> Iterator[Rows]:
     return (rows.pick(index) for index in split_rows(len(rows), chosen.split))
 
 
-def _in_memory(data: Dataset, kept: Split, test: Split, held: Rows | None, chosen: Data) -> Task:
+def _in_memory(
+    data: Dataset, kept: Split, test: Split, held: Rows | None, chosen: Data
+) -> Task:
     every = [kept, test, *([held] if isinstance(held, Split) else [])]
-    words = 0 if kept.x.is_floating_point() or kept.x.dtype == torch.uint8 else _highest(rows.x for rows in every)
+    words = (
+        0
+        if kept.x.is_floating_point() or kept.x.dtype == torch.uint8
+        else _highest(rows.x for rows in every)
+    )
     classes = data.classes
     if not classes and not kept.y.is_floating_point():
-        classes = tuple(map(str, range(_highest(rows.y for rows in every if rows.y.dim() == 1))))
+        classes = tuple(
+            map(str, range(_highest(rows.y for rows in every if rows.y.dim() == 1)))
+        )
     vocabulary = max(len(data.vocabulary), words)
     scaling = _scaling(kept.x, chosen.scaling)
-    return Task(data.name, kept, test, held, scaling, classes, vocabulary, columns=data.columns)
+    return Task(
+        data.name, kept, test, held, scaling, classes, vocabulary, columns=data.columns
+    )
 
 
 def _highest(numbers: Iterable[Tensor]) -> int:
@@ -157,12 +199,19 @@ def _highest(numbers: Iterable[Tensor]) -> int:
     return max(int(some.max()) for some in numbers) + 1
 
 
-def batches(rows: Rows, size: int, device: torch.device, workers: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    rows: Rows, size: int, device: torch.device, workers: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows in order, so many at a time, on a device."""
     if isinstance(rows, Split):
-        yield from ((x.to(device), y.to(device)) for x, y in zip(rows.x.split(size), rows.y.split(size), strict=True))
+        yield from (
+            (x.to(device), y.to(device))
+            for x, y in zip(rows.x.split(size), rows.y.split(size), strict=True)
+        )
         return
-    loader = torch.utils.data.DataLoader(rows, size, num_workers=workers, pin_memory=device.type == "cuda")
+    loader = torch.utils.data.DataLoader(
+        rows, size, num_workers=workers, pin_memory=device.type == "cuda"
+    )
     for x, y in loader:
         yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
@@ -173,12 +222,20 @@ def _standardise_targets(task: Task) -> Task:
     y = task.train.y
     mean, std = _moments(y, y.dtype)
     if bool((same := y.amax(0) == y.amin(0)).any()):
-        raise ValueError(f"{task.name}: the target is {float(mean[same][0]):g} in all training rows.")
+        raise ValueError(
+            f"{task.name}: the target is {float(mean[same][0]):g} in all training rows."
+        )
 
     def scaled(rows: Any) -> Any:
         return rows and Split(rows.x, ((rows.y - mean) / std).float())
 
-    return replace(task, train=scaled(task.train), validation=scaled(task.validation), y_mean=mean, y_std=std)
+    return replace(
+        task,
+        train=scaled(task.train),
+        validation=scaled(task.validation),
+        y_mean=mean,
+        y_std=std,
+    )
 
 
 def _scale_table(task: Task, reader: TableReader) -> Task:
@@ -187,32 +244,50 @@ def _scale_table(task: Task, reader: TableReader) -> Task:
     reader.preparation.learn_scales(task.train.x.numpy())
 
     def prepared(rows: Any) -> Any:
-        return rows and Split(torch.from_numpy(reader.preparation.prepare(rows.x.numpy())), rows.y)
+        return rows and Split(
+            torch.from_numpy(reader.preparation.prepare(rows.x.numpy())), rows.y
+        )
 
-    rows = {name: prepared(getattr(task, name)) for name in ("train", "test", "validation")}
+    rows = {
+        name: prepared(getattr(task, name)) for name in ("train", "test", "validation")
+    }
     return replace(task, **rows, scaling=Scaling(), reader=reader)
 
 
-def _moments(values: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def _moments(
+    values: Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Mean and deviation of each column; one that does not vary is divided by one. A few columns at a time where there
     are millions of rows, and without numbers that are not finite, where these are allowed."""
     if values.numel() > _MANY and values.shape[1] > 1:
-        means, stds = zip(*(_moments(column, dtype) for column in values.split(1, dim=1)), strict=True)
+        means, stds = zip(
+            *(_moments(column, dtype) for column in values.split(1, dim=1)), strict=True
+        )
         return torch.cat(means), torch.cat(stds)
     wide = values.double()
-    if not bool(wide.sum(0).isfinite().all()):  # no sum of float32 numbers leaves float64's range
+    if not bool(
+        wide.sum(0).isfinite().all()
+    ):  # no sum of float32 numbers leaves float64's range
         wide = wide.where(wide.isfinite(), torch.nan)
         mean = wide.nanmean(0)
         std = (wide - mean).square().nanmean(0).sqrt().nan_to_num(0)
         return mean.nan_to_num(0).to(dtype), std.to(dtype).clamp_min(1e-6)
-    return wide.mean(0).to(dtype), wide.std(0, correction=0).where(wide.amax(0) > wide.amin(0), 1.0).to(dtype)
+    return wide.mean(0).to(dtype), wide.std(0, correction=0).where(
+        wide.amax(0) > wide.amin(0), 1.0
+    ).to(dtype)
 
 
 def _validation(rows: Rows, chosen: Data) -> tuple[Rows, Rows | None]:
     """Rows to train on, and those held out of them if any are asked for."""
     if isinstance(chosen.validation, str):
-        raise ValueError(f"{chosen.name} is one table without a split {chosen.validation!r}: give a share to hold out.")
-    return hold_out(rows, "validation", chosen.validation, chosen) if chosen.validation else (rows, None)
+        raise ValueError(
+            f"{chosen.name} is one table without a split {chosen.validation!r}: give a share to hold out."
+        )
+    return (
+        hold_out(rows, "validation", chosen.validation, chosen)
+        if chosen.validation
+        else (rows, None)
+    )
 
 
 def _scaling(x: Tensor, kind: str) -> Scaling:
@@ -222,8 +297,13 @@ def _scaling(x: Tensor, kind: str) -> Scaling:
     if kind == "unit" or x.dtype != torch.uint8 or x.dim() != 4:
         return Scaling()
     if kind == "signed":
-        return Scaling(torch.full((x.shape[1], 1, 1), 0.5), torch.full((x.shape[1], 1, 1), 0.5))
-    sums, count = torch.zeros(2, x.shape[1], dtype=torch.float64), x.numel() // x.shape[1]
+        return Scaling(
+            torch.full((x.shape[1], 1, 1), 0.5), torch.full((x.shape[1], 1, 1), 0.5)
+        )
+    sums, count = (
+        torch.zeros(2, x.shape[1], dtype=torch.float64),
+        x.numel() // x.shape[1],
+    )
     for piece in x.split(5000):
         values = piece.double() / 255
         sums += torch.stack([values.sum((0, 2, 3)), values.square().sum((0, 2, 3))])
@@ -251,7 +331,10 @@ class RandomCrops(torch.utils.data.Dataset[tuple[Tensor, int]]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        cut = self.crop(self.rows.paths[index], generator=generator(self.seed, "crop", self.epoch, index))
+        cut = self.crop(
+            self.rows.paths[index],
+            generator=generator(self.seed, "crop", self.epoch, index),
+        )
         return cut, int(self.rows.y[index])
 
 
@@ -260,7 +343,9 @@ def crops_pictures(experiment: Experiment) -> bool:
     return experiment.augment is not None and experiment.augment.kind == "resized_crop"
 
 
-def pictures(rows: ImageFolder, experiment: Experiment, epoch: int) -> ImageFolder | RandomCrops:
+def pictures(
+    rows: ImageFolder, experiment: Experiment, epoch: int
+) -> ImageFolder | RandomCrops:
     """What an epoch's loader reads: pictures cropped at random, or as the folder itself reads them."""
     if experiment.augment is None or not crops_pictures(experiment):
         return rows

@@ -14,13 +14,18 @@ from slimbayes.posteriors.configs.mixture import ModelPatch
 from slimbayes.posteriors.configs.rank1 import BatchEnsemble, Rank1
 from slimbayes.posteriors.configs.weights import KTied, MeanField
 
-_FOUND = [vars(import_module(f"{__name__}.{module.name}")) for module in pkgutil.iter_modules(__path__)]
+_FOUND = [
+    vars(import_module(f"{__name__}.{module.name}"))
+    for module in pkgutil.iter_modules(__path__)
+]
 # Every config in a file of this package that no other one extends is a method: the file is all that one needs.
 METHODS: dict[str, type[Config]] = {
     name: value
     for names in _FOUND
     for name, value in names.items()
-    if isinstance(value, type) and issubclass(value, Config) and not value.__subclasses__()
+    if isinstance(value, type)
+    and issubclass(value, Config)
+    and not value.__subclasses__()
 }
 
 
@@ -32,7 +37,9 @@ def config_from_dict(data: dict[str, Any]) -> Config:
     """
     method = data.get("kind")
     if not isinstance(method, str) or method not in METHODS:
-        raise ValueError(f"Unknown method {brief(method)}{did_you_mean(str(method)[:80], METHODS)}")
+        raise ValueError(
+            f"Unknown method {brief(method)}{did_you_mean(str(method)[:80], METHODS)}"
+        )
     return METHODS[method].from_dict(data)
 
 
@@ -47,12 +54,19 @@ class Recipe(NamedTuple):
     temperature: float = 1.0
 
 
-def _rank1(prior: Distribution, temperature: float, scale_init: float | None = None) -> Recipe:
-    return Recipe(Rank1(prior=prior, mean_init=Normal(1.0, 0.2), scale_init=scale_init), temperature)
+def _rank1(
+    prior: Distribution, temperature: float, scale_init: float | None = None
+) -> Recipe:
+    return Recipe(
+        Rank1(prior=prior, mean_init=Normal(1.0, 0.2), scale_init=scale_init),
+        temperature,
+    )
 
 
 def _patch(components: int, cross: bool = False) -> Recipe:
-    return Recipe(ModelPatch(patch="norm", cross=cross, components=components, draws="example"))
+    return Recipe(
+        ModelPatch(patch="norm", cross=cross, components=components, draws="example")
+    )
 
 
 # By method and start; a test holds them to what the records behind docs/recipes.md choose.
@@ -63,11 +77,23 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "scratch": _rank1(Cauchy(1.0, 0.1), 0.3, scale_init=1e-4),
         "trained": _rank1(Cauchy(1.0, 0.1), 0.1, scale_init=1e-4),
     },
-    "BatchEnsemble": dict.fromkeys(_STARTS, Recipe(BatchEnsemble(mean_init=Normal(1.0, 0.3)))),
-    "2-tied": dict.fromkeys(_STARTS, Recipe(KTied(prior=HeNormal(), estimator="flipout"), 0.01)),
+    "BatchEnsemble": dict.fromkeys(
+        _STARTS, Recipe(BatchEnsemble(mean_init=Normal(1.0, 0.3)))
+    ),
+    "2-tied": dict.fromkeys(
+        _STARTS, Recipe(KTied(prior=HeNormal(), estimator="flipout"), 0.01)
+    ),
     "mean-field": {
         "scratch": Recipe(MeanField(prior=HeNormal(), estimator="flipout"), 0.01),
-        "trained": Recipe(MeanField(prior=HeNormal(), estimator="flipout", scale_init=3e-3, scale_jitter=3e-4), 0.01),
+        "trained": Recipe(
+            MeanField(
+                prior=HeNormal(),
+                estimator="flipout",
+                scale_init=3e-3,
+                scale_jitter=3e-4,
+            ),
+            0.01,
+        ),
     },
     "EMP": {"scratch": _patch(2), "trained": _patch(3)},
     "ECMP": dict.fromkeys(_STARTS, _patch(2, cross=True)),
@@ -92,7 +118,9 @@ def recipe(method: str, start: Start) -> Recipe:
         >>> loss = sb.elbo(nll, net, num_data=1000, temperature=temperature).loss
     """
     if method not in RECIPES:
-        raise ValueError(f"Unknown method {method!r}{did_you_mean(str(method)[:80], RECIPES)}")
+        raise ValueError(
+            f"Unknown method {method!r}{did_you_mean(str(method)[:80], RECIPES)}"
+        )
     if start not in _STARTS:
         raise ValueError(f"start must be 'scratch' or 'trained', got {start!r}.")
     return RECIPES[method][start]

@@ -16,9 +16,24 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Self,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from slimbayes.distributions.families import Distribution, Normal, distribution_from_dict
+from slimbayes.distributions.families import (
+    Distribution,
+    Normal,
+    distribution_from_dict,
+)
 from slimbayes.errors import brief, did_you_mean
 
 if TYPE_CHECKING:
@@ -35,64 +50,108 @@ def name_of(owner: object) -> str:
     return owner if isinstance(owner, str) else type(owner).__name__
 
 
-def check_choice(owner: object, field: str, value: object, allowed: tuple[str, ...]) -> None:
+def check_choice(
+    owner: object, field: str, value: object, allowed: tuple[str, ...]
+) -> None:
     """Refuse a value outside a closed set, naming the nearest valid choice."""
     if value not in allowed:
-        raise ValueError(f"{name_of(owner)}: unknown {field} {brief(value)}{did_you_mean(str(value)[:80], allowed)}")
+        raise ValueError(
+            f"{name_of(owner)}: unknown {field} {brief(value)}{did_you_mean(str(value)[:80], allowed)}"
+        )
 
 
 def check_rate(owner: object, field: str, value: object) -> None:
     """Refuse anything but a number in [0, 1)."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
-        raise ValueError(f"{name_of(owner)}: {field} must lie in [0, 1), got {brief(value)}.")
+    if (
+        not isinstance(value, (int, float))
+        or isinstance(value, bool)
+        or not 0 <= value < 1
+    ):
+        raise ValueError(
+            f"{name_of(owner)}: {field} must lie in [0, 1), got {brief(value)}."
+        )
 
 
-def check_count(owner: object, field: str, value: object, most: int | None = MOST) -> None:
+def check_count(
+    owner: object, field: str, value: object, most: int | None = MOST
+) -> None:
     """Refuse anything but a whole number of at least one, and such as no memory holds."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name_of(owner)}: {field} must be a whole number of at least 1, got {brief(value)}.")
+        raise ValueError(
+            f"{name_of(owner)}: {field} must be a whole number of at least 1, got {brief(value)}."
+        )
     if most is not None and value > most:
-        raise ValueError(f"{name_of(owner)}: {field} must be {most:,} at most, got {brief(value)}.")
+        raise ValueError(
+            f"{name_of(owner)}: {field} must be {most:,} at most, got {brief(value)}."
+        )
 
 
 def check_whole(owner: object, field: str, value: object) -> None:
     """Refuse anything but a whole number from zero on."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{name_of(owner)}: {field} must be a whole number, not negative, got {brief(value)}.")
+        raise ValueError(
+            f"{name_of(owner)}: {field} must be a whole number, not negative, got {brief(value)}."
+        )
 
 
 def check_positive(owner: object, field: str, value: float) -> None:
     """Refuse zero, numbers below it and NaN."""
     if not value > 0:
-        raise ValueError(f"{name_of(owner)}: {field} must be positive, got {brief(value)}.")
+        raise ValueError(
+            f"{name_of(owner)}: {field} must be positive, got {brief(value)}."
+        )
 
 
-def check_not_negative(owner: object, field: str, value: float | None, what: str = "") -> None:
+def check_not_negative(
+    owner: object, field: str, value: float | None, what: str = ""
+) -> None:
     """Refuse numbers below zero; `what` says what the number is. None is left alone."""
     if value is not None and not value >= 0:
-        raise ValueError(f"{name_of(owner)}: {field} {what}must not be negative, got {brief(value)}.")
+        raise ValueError(
+            f"{name_of(owner)}: {field} {what}must not be negative, got {brief(value)}."
+        )
 
 
 def check_number(owner: object, field: str, value: object) -> None:
     """Refuse what is neither a number nor None."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, (int, float))
+    ):
         got = f"{type(value).__name__} {brief(value)}"
-        raise TypeError(f"{name_of(owner)}: {field} must be a number or None, got {got}.")
+        raise TypeError(
+            f"{name_of(owner)}: {field} must be a number or None, got {got}."
+        )
 
 
 def check_distribution(owner: object, field: str, value: object) -> None:
     """Refuse what is neither a distribution nor None."""
     if value is not None and not isinstance(value, Distribution):
-        example = f" Write {field}=Normal(1.0, {value!r})." if isinstance(value, (int, float)) else ""
-        needed, got = "a distribution such as Normal(1.0, 0.1), or None", f"{type(value).__name__} {brief(value)}"
-        raise TypeError(f"{name_of(owner)}: {field} must be {needed}, got {got}.{example}")
+        example = (
+            f" Write {field}=Normal(1.0, {value!r})."
+            if isinstance(value, (int, float))
+            else ""
+        )
+        needed, got = (
+            "a distribution such as Normal(1.0, 0.1), or None",
+            f"{type(value).__name__} {brief(value)}",
+        )
+        raise TypeError(
+            f"{name_of(owner)}: {field} must be {needed}, got {got}.{example}"
+        )
 
 
-def check_prior(owner: object, field: str, value: object, known: tuple[type[Distribution], ...] = (Normal,)) -> None:
+def check_prior(
+    owner: object,
+    field: str,
+    value: object,
+    known: tuple[type[Distribution], ...] = (Normal,),
+) -> None:
     """Refuse a prior of weights of another family than those for which the KL is known."""
     if not isinstance(value, known):
         names = " or ".join(kind.__name__ for kind in known)
-        raise ValueError(f"{name_of(owner)}: the KL is known for a {names} prior, got {brief(value)}.")
+        raise ValueError(
+            f"{name_of(owner)}: the KL is known for a {names} prior, got {brief(value)}."
+        )
 
 
 Count = Annotated[int, check_count]
@@ -109,7 +168,10 @@ NormalPrior = Annotated[Distribution, check_prior]
 def _types(config: type) -> dict[str, tuple[Any, ...]]:
     """The types that each field of a config may have."""
     hints = get_type_hints(config, include_extras=True)
-    arms = {name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,) for name, hint in hints.items()}
+    arms = {
+        name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        for name, hint in hints.items()
+    }
     return {f.name: arms[f.name] for f in dataclasses.fields(config)}
 
 
@@ -119,9 +181,14 @@ class Config:
     members: int = 1
     main_field: ClassVar[str] = "members"  # the one that `describe` shows
     converts: ClassVar[bool] = True
-    leaves_tables: ClassVar[str] = ""  # what to say of embeddings where a method leaves them alone by default
+    leaves_tables: ClassVar[str] = (
+        ""  # what to say of embeddings where a method leaves them alone by default
+    )
     whole: ClassVar[bool] = False  # whether it converts modules of any type as a whole
-    covers: tuple[Any, ...] = ("matrix", "table")  # the kinds of layer it can convert (layers/site.py: Kind)
+    covers: tuple[Any, ...] = (
+        "matrix",
+        "table",
+    )  # the kinds of layer it can convert (layers/site.py: Kind)
 
     def __post_init__(self) -> None:
         """Refuse what the types of the fields do not allow."""
@@ -130,10 +197,14 @@ class Config:
             for kind in types if value is not None or NoneType not in types else ():
                 if get_origin(kind) is Annotated:
                     kind.__metadata__[0](self, field, value)
-                elif get_origin(kind) is Literal and not (float in types and isinstance(value, (int, float))):
+                elif get_origin(kind) is Literal and not (
+                    float in types and isinstance(value, (int, float))
+                ):
                     check_choice(self, field, value, get_args(kind))
 
-    def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
+    def targets(
+        self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool
+    ) -> set[str] | None:
         """Names of the layers to convert out of those offered; None for all. `named`: the user picked them by name."""
         return None
 
@@ -172,18 +243,27 @@ class Config:
         {'kind': 'Deterministic'}
         """
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
-        json = {k: v.to_dict() if isinstance(v, Distribution) else v for k, v in values.items()}
+        json = {
+            k: v.to_dict() if isinstance(v, Distribution) else v
+            for k, v in values.items()
+        }
         return {"kind": type(self).__name__} | json
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """Build a config of this method from its JSON form; unknown fields are refused by name."""
         known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        values: dict[str, Any] = {name: value for name, value in data.items() if name != "kind"}
+        values: dict[str, Any] = {
+            name: value for name, value in data.items() if name != "kind"
+        }
         for name, value in values.items():
             if name not in known:
-                raise ValueError(f"{cls.__name__} has no field {name!r}{did_you_mean(name, known)}")
-            values[name] = distribution_from_dict(value) if isinstance(value, dict) else value
+                raise ValueError(
+                    f"{cls.__name__} has no field {name!r}{did_you_mean(name, known)}"
+                )
+            values[name] = (
+                distribution_from_dict(value) if isinstance(value, dict) else value
+            )
             values[name] = tuple(value) if isinstance(value, list) else values[name]
         return cls(**values)
 
@@ -201,7 +281,9 @@ class SiteConfig(Config):
         """A new posterior for one weight matrix, on torch's default device and in its default dtype."""
         config = self.resolved()
         file, _, name = config.builds.partition(".")
-        posterior: Posterior = getattr(import_module(f"slimbayes.posteriors.{file}"), name)(config, site)
+        posterior: Posterior = getattr(
+            import_module(f"slimbayes.posteriors.{file}"), name
+        )(config, site)
         return posterior
 
     def extra_flops(self, site: Site) -> float:
@@ -211,9 +293,15 @@ class SiteConfig(Config):
     def extra_parameters(self, layer: nn.Module, sites: Sequence[Site]) -> list[Tensor]:
         import torch
 
-        wide = torch.promote_types(next(layer.parameters(), torch.empty(0)).dtype, torch.float32)
+        wide = torch.promote_types(
+            next(layer.parameters(), torch.empty(0)).dtype, torch.float32
+        )
         with torch.device("meta"):
-            return [p for site in sites for p in self.build(site).to(dtype=wide).parameters()]
+            return [
+                p
+                for site in sites
+                for p in self.build(site).to(dtype=wide).parameters()
+            ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,15 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from slimbayes.errors import brief
-from slimbayes.posteriors.configs.base import Count, NotNegative, Positive, Precision, Rate, SiteConfig, Whole
+from slimbayes.posteriors.configs.base import (
+    Count,
+    NotNegative,
+    Positive,
+    Precision,
+    Rate,
+    SiteConfig,
+    Whole,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,25 +45,39 @@ class ComponentConfig(SiteConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         name = type(self).__name__
-        if self.precision_shape is not None and not (self.tau and self.precision_shape > 0 and self.rho != 0):
+        if self.precision_shape is not None and not (
+            self.tau and self.precision_shape > 0 and self.rho != 0
+        ):
             given = f"got precision_shape={self.precision_shape!r}, tau={self.tau!r}, rho={self.rho!r}"
-            raise ValueError(f"{name}: a Gamma prior needs a positive shape and positive means tau and rho; {given}.")
+            raise ValueError(
+                f"{name}: a Gamma prior needs a positive shape and positive means tau and rho; {given}."
+            )
         if self.tau is None and self.rho is not None:
             alone = "without tau would leave only the weights to weight decay; give both or neither"
             raise ValueError(f"{name}: rho={self.rho!r} {alone}.")
         probs = self.shares if self.probs is None else self.probs
         if not isinstance(probs, tuple):
             raise TypeError(f"{name}: probs must be a tuple of numbers, got {probs!r}.")
-        if len(probs) != self.components or not min(probs) >= 0 or not abs(sum(probs) - 1) < 1e-6:
+        if (
+            len(probs) != self.components
+            or not min(probs) >= 0
+            or not abs(sum(probs) - 1) < 1e-6
+        ):
             needed = f"{self.components} numbers (one for each component), none negative, that sum to 1"
-            raise ValueError(f"{name}: probs must be {needed}; got {probs}, whose sum is {sum(probs):.6g}.")
+            raise ValueError(
+                f"{name}: probs must be {needed}; got {probs}, whose sum is {sum(probs):.6g}."
+            )
         if self.learn_probs and not min(probs) > 0:
-            raise ValueError(f"{name}: a probability that starts at zero cannot be learned; got probs={probs}.")
+            raise ValueError(
+                f"{name}: a probability that starts at zero cannot be learned; got probs={probs}."
+            )
 
     @property
     def shares(self) -> tuple[float, ...]:
         """How often each component is picked, at the start if that is learned."""
-        return tuple(float(p) for p in self.probs or (1.0 / self.components,) * self.components)
+        return tuple(
+            float(p) for p in self.probs or (1.0 / self.components,) * self.components
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +117,20 @@ class Mixture(ComponentConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.zero and self.components < 2:
-            raise ValueError("Mixture: zero=True fixes the last component, so at least 2 are needed.")
+            raise ValueError(
+                "Mixture: zero=True fixes the last component, so at least 2 are needed."
+            )
         if self.assignment == "input" and not (self.zero and self.components == 2):
-            raise ValueError("Mixture: assignment='input' is dropout's, with components=2 and zero=True; or 'element'.")
-        if self.assignment == "model" and (self.learn_probs or self.draws == "example" or self.zero or self.probs):
+            raise ValueError(
+                "Mixture: assignment='input' is dropout's, with components=2 and zero=True; or 'element'."
+            )
+        if self.assignment == "model" and (
+            self.learn_probs or self.draws == "example" or self.zero or self.probs
+        ):
             takes = "it takes no probs, zero or draws per example"
-            raise ValueError(f"Mixture: assignment='model' has K members, each present in every sample: {takes}.")
+            raise ValueError(
+                f"Mixture: assignment='model' has K members, each present in every sample: {takes}."
+            )
         if self.zero and (self.probs or (0.0,))[-1] >= 1:
             raise ValueError("Mixture: the component at zero has probability one.")
 
@@ -110,16 +140,34 @@ class Mixture(ComponentConfig):
 
     @property
     def covers(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("matrix", "table") if self.assignment == "input" else ("matrix", "table", "norm")
+        return (
+            ("matrix", "table")
+            if self.assignment == "input"
+            else ("matrix", "table", "norm")
+        )
 
     def describe(self) -> str:
         return f"Mixture({self.assignment}, components={self.components}{', zero' if self.zero else ''})"
 
 
-def dropping(assignment: Assignment, rate: float, draws: Draws, tau: float | None, rho: float | None) -> Mixture:
+def dropping(
+    assignment: Assignment,
+    rate: float,
+    draws: Draws,
+    tau: float | None,
+    rho: float | None,
+) -> Mixture:
     """The two components of dropout: the layer's own weight, and zero with probability `rate`."""
     probs = (1 - rate, rate)
-    return Mixture(components=2, assignment=assignment, zero=True, probs=probs, draws=draws, tau=tau, rho=rho)
+    return Mixture(
+        components=2,
+        assignment=assignment,
+        zero=True,
+        probs=probs,
+        draws=draws,
+        tau=tau,
+        rho=rho,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +212,9 @@ def check_layers(config: object, field: str, value: str) -> None:
             re.compile(value)
         except (re.error, OverflowError, RecursionError) as error:
             neither = "is neither norm, output, input nor a regular expression"
-            raise ValueError(f"{type(config).__name__}: {field}={brief(value)} {neither}: {error}.") from error
+            raise ValueError(
+                f"{type(config).__name__}: {field}={brief(value)} {neither}: {error}."
+            ) from error
 
 
 def words(value: str) -> list[str]:
@@ -203,7 +253,9 @@ class ModelPatch(ComponentConfig):
     patch: Layers | None = None
     covers = ("matrix", "table", "norm")
 
-    def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
+    def targets(
+        self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool
+    ) -> set[str] | None:
         from slimbayes.posteriors.target_layers import layers_to_patch
 
         return layers_to_patch(self, model, offered, named)
@@ -252,4 +304,6 @@ class FlowPatch(SiteConfig):
         super().__post_init__()
         for name, value in (("tau", self.tau), ("rho", self.rho)):
             if value == 0:
-                raise ValueError(f"FlowPatch: {name} is the precision of a normal prior and must be positive, got 0.")
+                raise ValueError(
+                    f"FlowPatch: {name} is the precision of a normal prior and must be positive, got 0."
+                )

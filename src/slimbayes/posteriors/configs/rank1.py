@@ -39,7 +39,12 @@ FamilyName = Literal["normal", "cauchy", "lognormal", "point"]
 _FAMILY_OF_PRIOR = {
     Normal: "normal", Cauchy: "cauchy", LogNormal: "lognormal", HalfCauchy: "lognormal", LogUniform: "normal"
 }  # fmt: skip
-FAMILY: dict[str, type[Distribution]] = {"normal": Normal, "cauchy": Cauchy, "lognormal": LogNormal, "point": Point}
+FAMILY: dict[str, type[Distribution]] = {
+    "normal": Normal,
+    "cauchy": Cauchy,
+    "lognormal": LogNormal,
+    "point": Point,
+}
 
 
 class FactorConfig(SiteConfig):
@@ -53,7 +58,11 @@ class FactorConfig(SiteConfig):
         return tuple(getattr(whole, field.name) for field in fields(whole))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, FactorConfig) and type(other) is type(self) and self._values() == other._values()
+        return (
+            isinstance(other, FactorConfig)
+            and type(other) is type(self)
+            and self._values() == other._values()
+        )
 
     def __hash__(self) -> int:
         return hash(self._values())
@@ -120,7 +129,9 @@ class Rank1(FactorConfig):
             check_pair(FAMILY[self.family], type(self.prior))
             if type(self.prior) not in _FAMILY_OF_PRIOR:
                 known = ", ".join(prior.__name__ for prior in _FAMILY_OF_PRIOR)
-                raise ValueError(f"Rank1: {type(self.prior).__name__} is no prior of factors; use one of {known}.")
+                raise ValueError(
+                    f"Rank1: {type(self.prior).__name__} is no prior of factors; use one of {known}."
+                )
         if self.family == "lognormal" and self.perturbation == "additive":
             raise ValueError(
                 "Rank1: a lognormal factor is never zero, so it has no neutral additive value. "
@@ -132,7 +143,9 @@ class Rank1(FactorConfig):
                 "Use mean_init=Normal(0.0, v), in log space."
             )
         if not (self.clip is None or self.clip == "auto" or self.clip > 0):
-            raise ValueError(f"Rank1: clip must be positive or None, got {self.clip!r}.")
+            raise ValueError(
+                f"Rank1: clip must be positive or None, got {self.clip!r}."
+            )
         if self.scale_init == 0 and self.family != "point":
             raise ValueError(
                 "Rank1: scale_init must be positive, got 0. Factors of scale zero are points: "
@@ -154,7 +167,9 @@ class Rank1(FactorConfig):
             Normal(loc=0.0, scale=0.1)
         """
         family = self.family
-        neutral = 0.0 if family == "lognormal" or self.perturbation == "additive" else 1.0
+        neutral = (
+            0.0 if family == "lognormal" or self.perturbation == "additive" else 1.0
+        )
         prior = {"cauchy": Cauchy, "lognormal": LogNormal}.get(family, Normal)
         open_ones: dict[str, Any] = {
             "posterior": family,
@@ -163,8 +178,14 @@ class Rank1(FactorConfig):
             "scale_init": dropout_scale(1e-6 if family == "cauchy" else 1e-3),
             "scale_jitter": 0.0 if family == "cauchy" else 0.1,
         }
-        filled = {name: value for name, value in open_ones.items() if getattr(self, name) is None}
-        clip = (2.0 if family == "cauchy" else 10.0) if self.clip == "auto" else self.clip
+        filled = {
+            name: value
+            for name, value in open_ones.items()
+            if getattr(self, name) is None
+        }
+        clip = (
+            (2.0 if family == "cauchy" else 10.0) if self.clip == "auto" else self.clip
+        )
         return replace(self, **filled, clip=clip)
 
     def to_dict(self) -> dict[str, Any]:
@@ -174,7 +195,10 @@ class Rank1(FactorConfig):
     def extra_flops(self, site: Site) -> float:
         """p products instead of one, whose inputs and outputs are scaled: a multiplication is half a multiply-add."""
         rows, columns = site.matrix
-        return 0.5 * self.rank * (site.n_in + site.n_out) + (self.rank - 1) * rows * columns
+        return (
+            0.5 * self.rank * (site.n_in + site.n_out)
+            + (self.rank - 1) * rows * columns
+        )
 
     def describe(self) -> str:
         return f"Rank1({self.family}, members={self.members})"
@@ -207,7 +231,9 @@ class BatchEnsemble(FactorConfig):
         self.resolved()
 
     def resolved(self) -> Rank1:
-        start = self.mean_init or Normal(0.0 if self.perturbation == "additive" else 1.0, 0.2)
+        start = self.mean_init or Normal(
+            0.0 if self.perturbation == "additive" else 1.0, 0.2
+        )
         return Rank1(
             members=self.members, posterior="point", perturbation=self.perturbation, mean_init=start,
             member_bias=self.member_bias, rank=self.rank, clip=None, draws="member",
@@ -215,7 +241,9 @@ class BatchEnsemble(FactorConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, with the start that follows from the rest."""
-        return super(BatchEnsemble, replace(self, mean_init=self.resolved().mean_init)).to_dict()
+        return super(
+            BatchEnsemble, replace(self, mean_init=self.resolved().mean_init)
+        ).to_dict()
 
 
 Over = Literal["both", "both+bias", "r", "s", "weights"]
@@ -268,7 +296,9 @@ class JointNormal(FactorConfig):
                 f"over='weights', got {self.over!r}."
             )
         if self.over == "weights" and self.members > 1:
-            raise ValueError(f"JointNormal: weights have one member, got members={self.members!r}; use over='both'.")
+            raise ValueError(
+                f"JointNormal: weights have one member, got members={self.members!r}; use over='both'."
+            )
 
     @property
     def covers(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -280,11 +310,19 @@ class JointNormal(FactorConfig):
 
     def build(self, site: Site) -> Posterior:
         from slimbayes.posteriors.joint_normal import JointFactors
-        from slimbayes.posteriors.joint_weights import JointWeights, KroneckerWeights, is_product
+        from slimbayes.posteriors.joint_weights import (
+            JointWeights,
+            KroneckerWeights,
+            is_product,
+        )
 
         if self.over != "weights":
             return JointFactors(self, site)
-        return KroneckerWeights(self, site) if is_product(self, site) else JointWeights(self, site)
+        return (
+            KroneckerWeights(self, site)
+            if is_product(self, site)
+            else JointWeights(self, site)
+        )
 
     def describe(self) -> str:
         return f"JointNormal({self.over}, members={self.members})"

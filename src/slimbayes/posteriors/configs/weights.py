@@ -30,9 +30,15 @@ Limit = Annotated[int, partial(check_count, most=None)]
 
 def check_weight_prior(owner: object, field: str, value: object) -> None:
     """Refuse what gives no KL of Gaussian weights."""
-    if not isinstance(value, Distribution) or not hasattr(value.for_layer(1), "gaussian_kl"):
-        known = "Normal, HeNormal, TiedMean, LaplacePrior, EmpiricalBayes or ScaleMixture"
-        raise ValueError(f"{name_of(owner)}: {type(value).__name__} is no prior for weights; use {known}.")
+    if not isinstance(value, Distribution) or not hasattr(
+        value.for_layer(1), "gaussian_kl"
+    ):
+        known = (
+            "Normal, HeNormal, TiedMean, LaplacePrior, EmpiricalBayes or ScaleMixture"
+        )
+        raise ValueError(
+            f"{name_of(owner)}: {type(value).__name__} is no prior for weights; use {known}."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +57,19 @@ class GaussianConfig(SiteConfig):
         super().__post_init__()
         if self.max_scale is not None and not self.max_scale > self.scale_init:
             start = f"scale_init={self.scale_init!r}, where scales start"
-            raise ValueError(f"{name_of(self)}: max_scale={self.max_scale!r} must be above {start}.")
+            raise ValueError(
+                f"{name_of(self)}: max_scale={self.max_scale!r} must be above {start}."
+            )
 
     def extra_flops(self, site: Site) -> float:
         """Beyond drawing weights, which happens once a pass: the second product of flipout and of local."""
         m, n = site.matrix
-        signs = 0.5 * (site.n_in + site.n_out)  # a multiplication is half a multiply-add
-        return {"reparam": 0.0, "flipout": m * n + signs, "local": float(m * n)}[self.estimator]
+        signs = 0.5 * (
+            site.n_in + site.n_out
+        )  # a multiplication is half a multiply-add
+        return {"reparam": 0.0, "flipout": m * n + signs, "local": float(m * n)}[
+            self.estimator
+        ]
 
     @classmethod
     def like(cls, other: GaussianConfig) -> Self:
@@ -151,7 +163,9 @@ class MatrixNormal(GaussianConfig):
 class CorrelatedConfig(SiteConfig):
     """What configs of posteriors with correlated weights share; `MultivariateNormal` describes the fields."""
 
-    prior: Annotated[Distribution, partial(check_prior, known=(Normal, HeNormal))] = Normal(0.0, 1.0)  # noqa: RUF009
+    prior: Annotated[Distribution, partial(check_prior, known=(Normal, HeNormal))] = (
+        Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
+    )
     scale_init: Positive = 0.01
     limit: Limit = 10_000_000
 

@@ -64,10 +64,18 @@ class Ensemble(Config):
             raise ValueError(f"Ensemble: {needs}, got {self.jitter!r}.")
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in super().to_dict().items() if name != "factory"}
+        return {
+            name: value
+            for name, value in super().to_dict().items()
+            if name != "factory"
+        }
 
     def of_networks_from(self, factory: Callable[[], Any]) -> Ensemble:
-        return self if self.init == "copies" or self.factory else replace(self, factory=factory)
+        return (
+            self
+            if self.init == "copies" or self.factory
+            else replace(self, factory=factory)
+        )
 
     def extra_parameters(self, layer: nn.Module, sites: Sequence[Site]) -> list[Tensor]:
         return [p for _ in range(self.members - 1) for p in layer.parameters()]
@@ -99,7 +107,9 @@ class MemberNorm(SiteConfig):
     covers = ("norm",)
     builds: ClassVar[str] = "member_norm.MemberNormPosterior"
 
-    def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
+    def targets(
+        self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool
+    ) -> set[str] | None:
         from slimbayes.posteriors.target_layers import batch_norms
 
         return batch_norms(offered)
@@ -155,13 +165,27 @@ class MCDropout(SiteConfig):
 
     def resolved(self) -> Mixture:
         """Of whole channels in front of a matrix."""
-        return dropping("input", 0.005 if self.rate is None else self.rate, "example", self.tau, self.rho)
+        return dropping(
+            "input",
+            0.005 if self.rate is None else self.rate,
+            "example",
+            self.tau,
+            self.rho,
+        )
 
-    def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
+    def targets(
+        self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool
+    ) -> set[str] | None:
         from slimbayes.posteriors.target_layers import chosen_layers, own_dropout
 
         if self.before is not None:
-            return chosen_layers(f"MCDropout(before={self.before!r})", self.before, model, offered, scales=False)
+            return chosen_layers(
+                f"MCDropout(before={self.before!r})",
+                self.before,
+                model,
+                offered,
+                scales=False,
+            )
         return None if named else own_dropout(model, offered)
 
     def build(self, site: Site) -> Posterior:
