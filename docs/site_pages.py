@@ -175,7 +175,7 @@ def _plain(line: str) -> str:
 
 # --- links ---
 
-UNDER_OTHERS = ("export", "serving")  # pages below docs/howto/deploy.md
+UNDER_OTHERS = ("export",)  # pages below docs/howto/deploy.md
 
 
 def keep_links_inside(app: Any, name: str, source: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What nobody should send: files, rows, numbers and paths that are refused in words, by the command, the server and the
+"""What nobody should send: files, rows, numbers and paths that are refused in words, by the command and the
 estimators alike, with nothing left behind."""
 
 import os
@@ -132,19 +132,6 @@ def test_places_that_nothing_can_be_written_to(out: str, run: Path) -> None:
     assert code in (1, 2, 3) and message
 
 
-@pytest.mark.slow
-def test_files_that_are_no_model() -> None:
-    pytest.importorskip("fastapi")
-    pytest.importorskip("prometheus_client")
-    pytest.importorskip("onnxruntime")
-    Path("bad.onnx").write_bytes(b"\x08\x01 nothing")
-    Path("empty.onnx").touch()
-    os.mkfifo("pipe.onnx")
-    for name, expected in {"bad": 1, "empty": 1, "pipe": 3, "none": 3}.items():
-        code, message = told("serve", f"{name}.onnx")
-        assert code == expected and f"{name}.onnx" in message and len(message) < 400
-
-
 def test_a_link_is_written_to_by_its_name_alone(run: Path) -> None:
     """What it points to stays as it was."""
     Path("kept.csv").write_text("mine")
@@ -156,9 +143,7 @@ def test_a_link_is_written_to_by_its_name_alone(run: Path) -> None:
     assert Path("kept.csv").read_text() == "mine" and not Path("out.csv").is_symlink()
 
 
-@pytest.mark.parametrize(
-    "command", ["predict", "serve", "export", "diagnose", "evaluate"]
-)
+@pytest.mark.parametrize("command", ["predict", "export", "diagnose", "evaluate"])
 def test_a_thousand_million_draws(command: str, run: Path) -> None:
     Path("rows.csv").write_text(GOOD)
     words = {"predict": ("rows.csv", "-o", "out.csv")}.get(command, ())
@@ -181,48 +166,6 @@ def test_names_of_runs_are_no_paths(name: str) -> None:
     from slimbayes.lab.runs.folder import default_folder
 
     assert default_folder(chosen).resolve().parent == Path("runs").resolve()
-
-
-def test_the_server_says_what_is_wrong(run: Path) -> None:
-    pytest.importorskip("fastapi")
-    pytest.importorskip("prometheus_client")
-    client = pytest.importorskip(
-        "starlette.testclient", exc_type=(ImportError, RuntimeError)
-    )
-    from slimbayes.lab.finished.serve import build_app
-    from slimbayes.lab.finished.serve_model import RunModel
-
-    row = {"size": 50, "town": "a"}
-    with client.TestClient(build_app(RunModel(run, 1, "cpu"))) as server:
-        statuses = {
-            "10 MB": server.post("/predict", content=b"x" * 10_000_000).status_code,
-            "draws": server.post(
-                "/predict", json={"rows": [row], "draws": 10**9}
-            ).status_code,
-            "column": server.post(
-                "/predict", json={"rows": [{"sise": 50, "town": "a"}]}
-            ).status_code,
-            "type": server.post(
-                "/predict", json={"rows": [{"size": [50], "town": "a"}]}
-            ).status_code,
-            "missing": server.post(
-                "/predict", json={"rows": [{"size": None, "town": "a"}]}
-            ).status_code,
-            "category": server.post(
-                "/predict", json={"rows": [{"size": 50, "town": "z"}]}
-            ).status_code,
-            "path": server.get("/..%2f..%2fetc/passwd").status_code,
-            "good": server.post("/predict", json={"rows": [row]}).status_code,
-        }
-    expected = {
-        "10 MB": 413,
-        "draws": 422,
-        "column": 422,
-        "type": 422,
-        "missing": 422,
-        "category": 422,
-    }
-    assert statuses == expected | {"path": 404, "good": 200}
 
 
 def test_the_estimators_say_what_is_wrong() -> None:

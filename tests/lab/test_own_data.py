@@ -17,7 +17,7 @@ from lab_configs import CPU
 from typer.testing import CliRunner
 
 import slimbayes as sb
-from slimbayes.data.table_files import frame_of, frames, look
+from slimbayes.data.table_files import frames, look
 from slimbayes.lab.command import app
 from slimbayes.lab.configs.experiment import Data
 from slimbayes.lab.configs.files import ConfigError, merged, validate
@@ -325,13 +325,13 @@ def test_a_run_on_a_table_takes_tables(place: Path, tmp_path: Path) -> None:
 
 def test_runs_of_before_there_were_dates_are_read(place: Path) -> None:
     facts = json.loads((place / "run" / "inputs.json").read_text())["own"]
-    rows = {"town": ["mid", "north"], "size": [50.0, 60.0]}
+    rows = write(place / "two.csv", ["town", "size"], [["mid", 50.0], ["north", 60.0]])
     now = TableReader.from_dict(facts)
     former = TableReader.from_dict(
         {name: facts[name] for name in ("preparation", "passed", "header")}
     )
     assert former.kinds == now.kinds and torch.equal(
-        former.rows(rows)[0], now.rows(rows)[0]
+        next(former.blocks(rows)), next(now.blocks(rows))
     )
 
 
@@ -1042,11 +1042,6 @@ def test_init_of_arrays_and_pictures(
         a.data.task == "classes" and b.noise == "learned" and pets.data.image_size == 20
     )
     assert sb.Rank1(members=4, prior=sb.Normal(1.0, 0.3)) == a.method.build()
-
-
-def test_rows_without_a_file_have_a_decimal_point() -> None:
-    with pytest.raises(ValueError, match=r"'1,5' is no number with a decimal point\.$"):
-        frame_of({"size": ["1,5"]}, {"size": "number"})
 
 
 def odd_file(file: Path, kind: str) -> Path:

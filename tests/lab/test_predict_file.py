@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -13,11 +14,18 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from lab_configs import CPU, ONCE, call, experiment, mine, regression
+from lab_configs import BASE, CPU, ONCE, call, experiment, mine, regression
 
+import slimbayes as sb
 from slimbayes.data import archives, table_files
 from slimbayes.lab.configs.experiment import Data
-from slimbayes.lab.finished.predict_file import check_and_fit, predict_file, row_blocks
+from slimbayes.lab.configs.files import validate
+from slimbayes.lab.finished.predict_file import (
+    as_columns,
+    check_and_fit,
+    predict_file,
+    row_blocks,
+)
 from slimbayes.lab.runs.fit import fit
 from slimbayes.lab.tasks.task import open_task
 
@@ -376,3 +384,40 @@ def test_memory_does_not_grow_with_the_rows(run: Path, tmp_path: Path) -> None:
         ).stdout.split(),
     )
     assert (many - few) / 1024 < 40, (few, many)
+
+
+@pytest.mark.slow
+def test_categories_that_training_did_not_see_are_told(tmp_path: Path) -> None:
+    lines = [
+        f"{40 + i % 50},{('north', 'mid')[i % 2]},{i % 50 + i % 7}" for i in range(80)
+    ]
+    (tmp_path / "a.csv").write_text("\n".join(["size,town,price", *lines]))
+    data = {"csv": str(tmp_path / "a.csv"), "target": "price", "missing": "impute"}
+    tree = {**BASE, "data": data, "model": {"kind": "table_net", "hidden": [4]}}
+    run = fit(validate(tree), tmp_path / "run", CPU, judge=False)
+    told = "Categories that training did not see count as missing: in column 'town' (1 of 2 rows)."
+    (tmp_path / "b.csv").write_text("size,town\n60,mid\n45,east\n")
+    (tmp_path / "c.csv").write_text("size,town\n60,mid\n45,\n")
+    with pytest.warns(sb.SlimbayesWarning, match=re.escape(f"b.csv: {told}")):
+        call("predict", run, tmp_path / "b.csv", "-o", tmp_path / "unseen.csv")
+    call("predict", run, tmp_path / "c.csv", "-o", tmp_path / "missing.csv")
+    unseen, missing = (
+        (tmp_path / name).read_text() for name in ("unseen.csv", "missing.csv")
+    )
+    assert unseen == missing
+
+
+def test_intervals_hold_the_probability_they_promise() -> None:
+    outputs, scale = torch.randn(7, 3, 2, dtype=torch.float64), 0.7
+    found = sb.Prediction.from_outputs(outputs, "gaussian", scale=scale)
+    columns = as_columns(found, (), 0.8)
+    low, high = (
+        torch.tensor(np.stack([columns[f"{end}_{t}"] for t in (0, 1)], 1))
+        for end in ("low", "high")
+    )
+    inside = torch.special.ndtr((high - outputs) / scale) - torch.special.ndtr(
+        (low - outputs) / scale
+    )
+    torch.testing.assert_close(
+        inside.mean(0), torch.full((3, 2), 0.8, dtype=torch.float64)
+    )

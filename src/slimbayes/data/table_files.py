@@ -162,22 +162,6 @@ def number_blocks(
         yield np.stack(list(frame.values()), 1).astype(np.float32)
 
 
-def frame_of(values: Mapping[str, Sequence[Any]], kinds: Mapping[str, Kind]) -> Frame:
-    """The named columns of values in memory, read as those of a file."""
-    return {
-        name: read_column(
-            "row",
-            name,
-            kind,
-            values[name],
-            range(len(values[name])),
-            "point",
-            "missing",
-        )
-        for name, kind in kinds.items()
-    }
-
-
 def column_names(
     file: Path, header: bool | None = None, decimal: Decimal = "point"
 ) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ torch and the readers are imported when a command runs, so that `--help` answers
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -37,7 +36,7 @@ def _allow(ctx: typer.Context, allowed: bool) -> bool:
     return allowed
 
 
-_TRUST = "Trust files that may run code: runs with model.python, .pt2 files."
+_TRUST = "Trust runs whose config names code (model.python)."
 AllowCode = Annotated[bool, typer.Option("--allow-code", help=_TRUST, callback=_allow)]
 
 
@@ -181,7 +180,7 @@ def export(
     accelerator: Accelerator = "auto",
     allow_code: AllowCode = False,
 ) -> None:
-    """Write a run as one file that predicts without slimbayes; `slimbayes serve` takes .onnx files."""
+    """Write a run as one file that predicts without slimbayes."""
     from slimbayes.lab.configs.files import ConfigError
     from slimbayes.lab.execution import Execution
     from slimbayes.lab.finished.stack_export import export_run
@@ -196,60 +195,7 @@ def export(
     typer.echo(f"{file}: {shape} -> {', '.join(made.outputs)}, of {made.draws} draws")
 
 
-def serve(
-    model: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN_OR_EXPORT", help="Run directory, or a file of sb.export."
-        ),
-    ],
-    host: Annotated[
-        str, typer.Option(help="Address; others than this machine's need a key.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
-    key_file: Annotated[
-        Path | None, typer.Option(help="File with the API key; or $SLIMBAYES_API_KEY.")
-    ] = None,
-    draws: Annotated[
-        int,
-        typer.Option(
-            help="Draws of each member, unless a request says.", min=1, max=10_000
-        ),
-    ] = 16,
-    max_draws: Annotated[
-        int, typer.Option(help="Draws that a request may ask for.", min=1, max=10_000)
-    ] = 64,
-    max_rows: Annotated[
-        int, typer.Option(help="Rows of a request, and of a batch.", min=1)
-    ] = 1024,
-    max_body: Annotated[int, typer.Option(help="Bytes of a request.", min=1)] = 1 << 20,
-    max_wait: Annotated[
-        float,
-        typer.Option(help="Seconds in the queue from which requests get 503.", min=0),
-    ] = 0.25,
-    accelerator: Accelerator = "auto",
-    allow_code: AllowCode = False,
-) -> None:
-    """Answer predictions over HTTP, with uncertainty: POST /predict."""
-    try:
-        from slimbayes.lab.finished import serve as server
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f'Serving needs {error.name}: pip install "slimbayes[serve]"'
-        ) from error
-
-    key = (
-        key_file.read_text().strip()
-        if key_file
-        else os.environ.get("SLIMBAYES_API_KEY")
-    )
-    if key is not None and not key:
-        raise ValueError("The API key is empty.")
-    limits = server.Limits(max_body, max_rows, max_draws, max_wait)
-    server.serve(model, host, port, limits, key, draws, accelerator)
-
-
-COMMANDS = (diagnose, stack, predict, export, serve)
+COMMANDS = (diagnose, stack, predict, export)
 
 # --- slimbayes data: what sets are there, whether they are the published ones (exit code 1 if not), and their cache ---
 

@@ -304,7 +304,7 @@ _ALLOWED = ContextVar("_ALLOWED", default=False)
 
 
 def code_is_allowed() -> bool:
-    """Whether the user trusts files that may run code."""
+    """Whether the user trusts code that a config names."""
     return _ALLOWED.get()
 
 

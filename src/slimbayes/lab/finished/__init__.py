@@ -1,1 +1,1 @@
-"""A finished run in use: predictions of files and over HTTP, exports, stacking, diagnoses."""
+"""A finished run in use: predictions of files, exports, stacking, diagnoses."""

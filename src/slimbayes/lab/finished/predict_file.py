@@ -60,24 +60,14 @@ def predict_file(
         raise ValueError(f"Predictions go to .csv, .json or .npz, got {output}.")
     predictor = read_predictor(run, Execution(accelerator=accelerator).device)
     batches = regrouped(_rows(inputs, predictor), predictor.experiment.evaluate.batch)
-    return write_columns(
-        output, predicted(predictor, batches, f"the rows of {inputs}", draws, level)
+    # Nobody looks at the targets.
+    examples = ((x, x.new_zeros(len(x))) for x in batches)
+    made = predictor.predict_batches(
+        examples, f"the rows of {inputs}", "predict", [draws]
     )
-
-
-def predicted(
-    predictor: Predictor,
-    batches: Iterable[Tensor],
-    what: str,
-    draws: int,
-    level: float | None,
-) -> Iterator[Columns]:
-    """Predictions of batches of rows as the network takes them; `what` they are called in errors."""
-    untold = (
-        (x, x.new_zeros(len(x))) for x in batches
-    )  # targets, which nobody looks at
-    for made, _ in predictor.predict_batches(untold, what, "predict", [draws]):
-        yield as_columns(made[draws], predictor.task.classes, level)
+    classes = predictor.task.classes
+    columns = (as_columns(by_draws[draws], classes, level) for by_draws, _ in made)
+    return write_columns(output, columns)
 
 
 def _rows(inputs: Path, predictor: Predictor) -> Iterator[Tensor]:
@@ -259,26 +249,23 @@ def _refuse(bad: Tensor, first: int, source: str, what: str) -> None:
 # --- what is written ---
 
 
-def as_columns(
-    prediction: Prediction, classes: Sequence[str], level: float | None = None
-) -> Columns:
-    """Predictions as columns: label, probabilities and uncertainties; or mean, deviations and, given a `level`, the
-    ends of the central interval that holds a real target with this probability."""
+def as_columns(prediction: Prediction, classes: Sequence[str], level: float) -> Columns:
+    """Predictions as columns: label, probabilities and uncertainties; or mean, deviations and the ends of the central
+    interval that holds a real target with probability `level`."""
 
     def whole(name: str) -> Tensor:
         return getattr(prediction, name).double().cpu()
 
     if not LIKELIHOODS[prediction.likelihood].discrete:
+        # In float64 an interval does not depend on the other rows of a block.
+        low, high = prediction.to(torch.float64).interval(level)
         found = {
             "mean": whole("mean"),
             "std": whole("std"),
             "epistemic_std": whole("epistemic").sqrt(),
+            "low": low.cpu(),
+            "high": high.cpu(),
         }
-        if level is not None:
-            low, high = prediction.to(torch.float64).interval(
-                level
-            )  # in which other rows of a block do not matter
-            found |= {"low": low.cpu(), "high": high.cpu()}
         targets = range(found["mean"].shape[1])
         ends = [f"_{target}" if len(targets) > 1 else "" for target in targets]
         return {

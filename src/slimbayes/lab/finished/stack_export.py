@@ -6,7 +6,7 @@ copy of the old one, but for the weights in posterior/ and model/, its name and 
 `slimbayes export RUN` writes one .pt2 or .onnx file, which predicts as `slimbayes predict` does. It takes rows as the
 run's data have them, and gives real targets in their own units. Rows of a table of one's own are the exception:
 categories are codes and numbers are scaled, by what stands in the run's inputs.json, before the file sees them;
-`slimbayes serve` does that, for the file has a copy of it.
+the file has a copy of that.
 """
 
 from __future__ import annotations

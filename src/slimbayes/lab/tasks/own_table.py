@@ -1,7 +1,7 @@
 """Tables of one's own: how a file's rows become the network's, in training and, from what a run keeps, ever after.
 
 look, feature_kind      what a file's columns hold, and what they are taken for: in training only (`read_table`)
-frames, or frame_of     columns of numbers, words and dates, from a file or from values in memory
+frames                  columns of numbers, words and dates of a file
 with_dates              numbers in place of dates
 Preparation.read        numbers, then codes of words
 Preparation.prepare     numbers filled in and scaled: rows as the network takes them
@@ -27,7 +27,6 @@ from slimbayes.data.table_files import (
     Frame,
     TableFile,
     column_names,
-    frame_of,
     frames,
     look,
 )
@@ -90,18 +89,6 @@ class TableReader:
             bool(facts["header"]),
             facts.get("decimal", "point"),
         )
-
-    def rows(
-        self, values: Mapping[str, Sequence[Any]]
-    ) -> tuple[Tensor, tuple[str, ...]]:
-        """Rows of values by column's name as the network takes them, and what is to be said of them, or a ValueError
-        that says what does not fit."""
-        check_names("rows", list(values), list(self.kinds), self.ignored)
-        unseen: Counter[str] = Counter()
-        made = self._prepared(frame_of(values, self.kinds), unseen)
-        return made, (
-            self.preparation.unseen_text(unseen, len(made)),
-        ) if unseen else ()
 
     def blocks(self, file: Path) -> Iterator[Tensor]:
         """Rows of a file as the network takes them, float32 (n, w + c), some at a time; a warning at the end tells of
