@@ -5,6 +5,6 @@ training.py    epochs, and what happens between steps                        ste
 checkpoints.py the state between two steps                                   trained.py  a trained run, read back
 predictor.py   a network, what its outputs stand for, its predictions        scores.py   metrics of a set of rows
 evaluate.py    the sets that it is judged on
-watchers.py    progress on a terminal, and processes that look after one another
+watchers.py    progress on a terminal
 process.py     a run in a process of its own, for sweeps and searches
 """

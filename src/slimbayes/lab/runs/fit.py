@@ -31,7 +31,7 @@ from slimbayes.lab.runs.evaluate import check_sets, evaluate
 from slimbayes.lab.runs.predictor import Predictor
 from slimbayes.lab.runs.trained import load_run, write_inputs
 from slimbayes.lab.runs.training import Training
-from slimbayes.lab.runs.watchers import Bars, Ranks, Watcher
+from slimbayes.lab.runs.watchers import Bars, Watcher
 from slimbayes.lab.tasks.intake import data_digest, open_data
 from slimbayes.lab.tasks.rows import Rows
 from slimbayes.report.record import (
@@ -86,27 +86,22 @@ def fit(
         if first:
             stack.enter_context(run_folder.open_run(folder, experiment, resume))
         plain = copy.deepcopy(network)
-        with Ranks.of(fabric, folder, watcher) as ranks:
-            training = Training(
-                experiment, folder, execution, fabric, ranks, network, dataset
-            )
-            task = training.task
-            begun = (folder / "data.json").exists() or any(
-                (folder / "checkpoints").glob("step-*")
-            )
-            if begun and (
-                note := run_folder.check_data_of(folder, task.name, task.sha256)
-            ):
-                watcher.say(note)  # nor does it go on with other data
-            if first:
-                write_json(
-                    folder / "data.json", {"name": task.name, "sha256": task.sha256}
-                )
-            if judge:
-                check_sets(experiment.evaluate, task, execution)
-                training.predictor.asked_draws()  # refuses "exact" of networks that cannot be counted
-            training.run(resume)
-            leave_together(fabric)
+        training = Training(
+            experiment, folder, execution, fabric, watcher, network, dataset
+        )
+        task = training.task
+        begun = (folder / "data.json").exists() or any(
+            (folder / "checkpoints").glob("step-*")
+        )
+        if begun and (note := run_folder.check_data_of(folder, task.name, task.sha256)):
+            watcher.say(note)  # nor does it go on with other data
+        if first:
+            write_json(folder / "data.json", {"name": task.name, "sha256": task.sha256})
+        if judge:
+            check_sets(experiment.evaluate, task, execution)
+            training.predictor.asked_draws()  # refuses "exact" of networks that cannot be counted
+        training.run(resume)
+        leave_together(fabric)
         if first:
             write_json(folder / "cost.json", _measured(training))
             write_inputs(folder, task, training.predictor.likelihood)
