@@ -183,8 +183,8 @@ def small_net(seed: int = 0) -> Any:
 
 
 def entries(folder: Path) -> set[str]:
-    """Names in a folder, hidden ones too, without locks."""
-    return {p.name for p in folder.iterdir()} - {".lock", ".claim"}
+    """Names in a folder, hidden ones too, without the lock."""
+    return {p.name for p in folder.iterdir()} - {".lock"}
 
 
 def stopwatch() -> Callable[[], float]:

@@ -214,7 +214,14 @@ def test_torchrun_starts_a_job_again_whose_rank_was_killed_and_it_ends_in_the_sa
     place: Path, noisy: Path
 ) -> None:
     out, log = place / "torchrun", place / "torchrun.log"
-    options = ["--accelerator", "cpu", "--checkpoint-every", "2", "--no-evaluate", "--out"]
+    options = [
+        "--accelerator",
+        "cpu",
+        "--checkpoint-every",
+        "2",
+        "--no-evaluate",
+        "--out",
+    ]
     given = ["fit", str(place / "c.yaml"), *options, str(out)]
     codes = forks.exit_codes([forks.start(torchrun, given, log=log)], 100)
     said = log.read_text()

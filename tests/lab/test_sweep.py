@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from slimbayes.lab.command import app
 from slimbayes.lab.configs.files import ConfigError, load, validate
 from slimbayes.lab.runs import process as launch
+from slimbayes.lab.runs.folder import open_run
 from slimbayes.lab.runs.process import Run, train
 from slimbayes.lab.sweep import combinations, sweep, visible_gpus
 from slimbayes.report.record import read
@@ -300,17 +301,6 @@ def test_states(fake: Callable[..., Run]) -> None:
     assert all_of([run]) == [("skipped", "")]
 
 
-def test_a_run_is_left_to_the_call_that_is_at_work_on_it(
-    fake: Callable[..., Run],
-) -> None:
-    run = fake("a")
-    with run.claimed():
-        assert all_of([run]) == [
-            ("running", "another call is at work on it")
-        ] and not starts(run)
-    assert all_of([run])[0][0] == "finished"
-
-
 def planned(folder: Path, *over: str, **plan: Any) -> list[Run]:
     """Runs of a sweep whose stand-ins have plans."""
     runs = points(folder, *over)
@@ -452,24 +442,6 @@ def test_an_interrupted_sweep_leaves_checkpoints_and_no_processes(
     assert not starts(runs[2])
 
 
-@pytest.mark.slow
-def test_two_calls_share_the_work(fake: Callable[..., Run]) -> None:
-    """Each of six runs is started once, and each call finishes some of them."""
-    runs = [fake(str(n), steps=5, pause=0.05) for n in range(6)]
-    with ThreadPoolExecutor(2) as pool:
-        calls = list(pool.map(all_of, [runs, runs]))
-    assert [len(starts(run)) for run in runs] == [1] * 6 and {
-        run.state for run in runs
-    } == {"finished"}
-    assert all(("finished", "") in ended for ended in calls)
-    assert sum(state == "finished" for ended in calls for state, _ in ended) == 6
-    assert {state for ended in calls for state, _ in ended} <= {
-        "finished",
-        "skipped",
-        "running",
-    }
-
-
 def test_a_run_that_will_not_stop_is_killed(
     fake: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -483,6 +455,21 @@ def test_a_run_that_will_not_stop_is_killed(
 
 
 # --- the real thing ---
+
+
+@pytest.mark.slow
+def test_a_run_that_another_process_trains_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
+    file, out = write(tmp_path), tmp_path / "out"
+    (run,) = points(tmp_path)
+    with open_run(run.folder, run.experiment, resume=True):
+        before = {path.name for path in run.folder.iterdir()}
+        assert sweep(file, out, accelerator="cpu") == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "is in use by another process" in told and "1 runs: 1 failed" in told
+    assert {path.name for path in run.folder.iterdir()} - before == {"log.txt"}
 
 
 @pytest.mark.slow

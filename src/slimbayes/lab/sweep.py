@@ -2,8 +2,7 @@
 
     slimbayes sweep table.yaml --over "seed=[0, 1, 2]" --over "train.optimizer.lr=[0.1, 0.01]" --jobs 4
 
-Calls on machines that see the same `out` share the work, however they were started: by hand, `sbatch --array` or Ray.
-Searches are in search.py.
+Each run is a process of its own, `jobs` at a time. Searches are in search.py.
 """
 
 from __future__ import annotations
@@ -85,38 +84,39 @@ def sweep(
     if dry:
         _show([(run, run.state, "") for run in runs])
         return 0
-    words = [
-        "--accelerator",
-        accelerator,
-        *(["--data-dir", str(data_dir)] if data_dir else []),
-    ]
-    words += [] if compile is None else ["--compile" if compile else "--no-compile"]
-    gpus, slots = visible_gpus(accelerator), SimpleQueue[dict[str, str]]()
+    words = ["--accelerator", accelerator]
+    if data_dir:
+        words += ["--data-dir", str(data_dir)]
+    if compile is not None:
+        words.append("--compile" if compile else "--no-compile")
+    gpus = visible_gpus(accelerator)
+    slots = SimpleQueue[dict[str, str]]()
     for number in range(jobs):
         slots.put({"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {})
-
-    end, took = time.monotonic() + limit_seconds, [0.0]  # seconds of runs that finished
+    end = time.monotonic() + limit_seconds
+    longest = 0.0  # seconds of a run that finished
 
     def work(run: Run) -> tuple[Run, str, str]:
-        slot, start = slots.get(), time.monotonic()
+        nonlocal longest
+        slot = slots.get()
+        start = time.monotonic()
         try:
-            if start + max(took) >= end and run.state != "finished":
+            if start + longest >= end and run.state != "finished":
                 return run, "left", "there was no time for it: call again to go on"
-            state, reason = train(
-                run,
-                words,
-                slot,
-                lambda: not stopped.is_set() and time.monotonic() < end,
-            )
-            took.extend([time.monotonic() - start] if state == "finished" else [])
+            state, reason = train(run, words, slot, goes_on)
+            if state == "finished":
+                longest = max(longest, time.monotonic() - start)
             return run, state, reason
         finally:
             slots.put(slot)
 
+    def goes_on() -> bool:
+        return not stopped.is_set() and time.monotonic() < end
+
     with _stopping() as stopped, ThreadPoolExecutor(jobs) as pool:
         ended = list(pool.map(work, runs))
     _show(ended)
-    return sum(state not in ("finished", "skipped", "running") for _, state, _ in ended)
+    return sum(state not in ("finished", "skipped") for _, state, _ in ended)
 
 
 def combinations(

@@ -35,7 +35,6 @@ _LEFT = (
     "record.json",
     "SHA256SUMS",
     ".lock",
-    ".claim",
     "log.txt",
 )  # behind, where a run is copied
 

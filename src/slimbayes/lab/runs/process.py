@@ -1,23 +1,20 @@
 """A run in a process of its own, as sweeps and searches start it: `slimbayes fit ... --resume`.
 
-That command leaves a finished run alone and continues an unfinished one, so any call that sees a run's directory may
-start it, as often as it likes. Whether the run has finished is read there; a lock there says whether a call is at work.
+That command leaves a finished run alone, continues an unfinished one, and refuses a run that another process trains.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from slimbayes.lab.configs.experiment import Experiment
 from slimbayes.lab.runs.folder import default_folder, write_config
@@ -49,18 +46,6 @@ class Run:
                 return "finished"
         return "unfinished" if (self.folder / "environment.json").exists() else "new"
 
-    @contextmanager
-    def claimed(self) -> Iterator[IO[str] | None]:
-        """Hold the run; None where another call does. A call that dies lets go of it when its process has ended."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / ".claim", "a") as claim:
-            try:
-                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield None
-            else:
-                yield claim
-
 
 def train(
     run: Run,
@@ -68,29 +53,25 @@ def train(
     environment: Mapping[str, str] | None = None,
     wanted: Callable[[], bool] = lambda: True,
 ) -> tuple[str, str]:
-    """Train a run unless it has finished or another call holds it; returns its state, and why it did not finish.
+    """Train a run unless it has finished; returns its state, and why it did not finish.
 
     Args:
         words: further words of the `slimbayes fit` command.
         environment: variables to set for it.
         wanted: asked again and again; once it says no, the run is asked to stop.
     """
+    if run.state == "finished":
+        return "skipped", ""
     try:
-        with run.claimed() as claim:
-            if run.state == "finished":
-                return "skipped", ""
-            if claim is None:
-                return "running", "another call is at work on it"
-            write_config(run.folder, run.experiment)
-            _say(run, "running")
-            for start in range(STARTS):
-                process = _process(
-                    run, words, os.environ | dict(environment or {}), claim
-                )
-                state, reason = _outcome(run, _wait(process, wanted))
-                if not reason.startswith("was killed"):
-                    break
-                _say(run, f"{reason}, started again" if start < STARTS - 1 else reason)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        write_config(run.folder, run.experiment)
+        _say(run, "running")
+        for start in range(STARTS):
+            process = _process(run, words, os.environ | dict(environment or {}))
+            state, reason = _outcome(run, _wait(process, wanted))
+            if not reason.startswith("was killed"):
+                break
+            _say(run, f"{reason}, started again" if start < STARTS - 1 else reason)
     except OSError as error:
         state, reason = "failed", str(error)
     _say(run, state)
@@ -98,7 +79,7 @@ def train(
 
 
 def _process(
-    run: Run, words: Sequence[str], environment: Mapping[str, str], claim: IO[str]
+    run: Run, words: Sequence[str], environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     line = [
         "fit",
@@ -117,7 +98,7 @@ def _process(
         log.flush()
         return subprocess.Popen(
             [*tied, *COMMAND, *line], env={**environment, "TYPER_STANDARD_TRACEBACK": "1"},
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=[claim.fileno()],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
 
 
