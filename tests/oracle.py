@@ -1,6 +1,6 @@
 """What a converted model must equal: plain models whose weights are those of its draws.
 
-`write_out` is the oracle: inside `frozen` it gives the plain network of one held draw. It is
+`write_out` is the oracle: inside `fixed_draws` it gives the plain network of one held draw. It is
 `sb.write_out` where that exists, and else a slow copy made of `materialise`, which serves methods that
 draw weights or members, not those that drop units.
 """
@@ -33,7 +33,7 @@ def shapes_alone() -> Iterator[None]:
 
 
 def write_out(model: nn.Module, index: int) -> nn.Module:
-    """The plain network of held draw `index`; call it inside `frozen`."""
+    """The plain network of held draw `index`; call it inside `fixed_draws`."""
     if hasattr(sb, "write_out"):
         return sb.write_out(model, index)
     return _write_out_slowly(model, index)
@@ -168,9 +168,10 @@ def assert_draws(outputs: Any, plains: list[nn.Module], args: Any, kwargs: Any) 
         )
 
 
-def held(model: nn.Module, draws: int) -> list[nn.Module]:
-    """The plain networks of all draws that are held; call it inside `frozen(model, draws)`."""
-    return [write_out(model, j) for j in range(sb.members(model) * draws)]
+def held(model: nn.Module, draws: int | None = None) -> list[nn.Module]:
+    """The plain networks of all draws that are held; call it inside `fixed_draws(model, draws)`."""
+    total = sb.members(model) if draws is None else draws
+    return [write_out(model, j) for j in range(total)]
 
 
 def draws_of_rows(

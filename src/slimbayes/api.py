@@ -71,8 +71,7 @@ from slimbayes.prediction.far import far as far
 from slimbayes.prediction.norms import refresh_norms as refresh_norms
 from slimbayes.prediction.predict import predict as predict
 from slimbayes.prediction.prediction import Prediction as Prediction
-from slimbayes.prediction.sample import frozen as frozen
-from slimbayes.prediction.sample import mean as mean
+from slimbayes.prediction.sample import fixed_draws as fixed_draws
 from slimbayes.prediction.sample import members as members
 from slimbayes.prediction.sample import merge as merge
 from slimbayes.prediction.sample import sample as sample

@@ -411,7 +411,7 @@ def test_generated_tokens_have_uncertainty() -> None:
         1,
     )
     places = (mask.cumsum(1) - 1).clamp_min(0)
-    with sb.frozen(model, draws=4, seed=0), torch.no_grad():
+    with sb.fixed_draws(model, 8, seed=0), torch.no_grad():
         logits = sb.sample(
             model, input_ids=whole, attention_mask=mask, position_ids=places
         ).logits

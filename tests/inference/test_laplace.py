@@ -857,7 +857,7 @@ def test_where_data_tell_of_few_directions_those_are_kept(
         for m in (net, exact)
     )
     torch.testing.assert_close(linear, slow, rtol=2e-3, atol=2e-3)
-    with sb.frozen(net, 4000, seed=0):
+    with sb.fixed_draws(net, 4000 * sb.members(net), seed=0):
         drawn = few.values()
         own = torch.cat([drawn.r, drawn.s], 1)[::members].detach()
         want = few.covariance()[0].detach()

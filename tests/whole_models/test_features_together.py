@@ -69,14 +69,14 @@ def test_select_tied_layers_with_biases_of_their_own() -> None:
 )
 def test_held_draws_have_gradients_and_follow_parameters(config: Any) -> None:
     net = sb.bayesianize(nn.Linear(4, 3), config)
-    with sb.frozen(net, 2, seed=0):
+    with sb.fixed_draws(net, 2 * sb.members(net), seed=0):
         with torch.no_grad():
             sb.sample(net, X)
         sb.sample(net, X).square().sum().backward()
         assert all(p.grad is not None for p in net.parameters())
         moved(net)
         held = sb.sample(net, X)
-    with sb.frozen(net, 2, seed=0):
+    with sb.fixed_draws(net, 2 * sb.members(net), seed=0):
         torch.testing.assert_close(held, sb.sample(net, X))
 
 
@@ -172,7 +172,7 @@ def test_a_tied_embedding_shares_no_factors(config: Any, width: Any) -> None:
         moved(sb.bayesianize(Words(), config, include=["e", "m", "f"])),
         torch.randint(7, (6, 3)),
     )
-    with sb.frozen(net, 1, seed=0):
+    with sb.fixed_draws(net, seed=0):
         out = sb.sample(net, x)
         for j in range(len(out)):
             torch.testing.assert_close(
@@ -190,7 +190,7 @@ def test_a_flow_has_no_mean_at_hand() -> None:
             sb.FlowPatch(),
         )
     )
-    with pytest.raises(ValueError, match="average draws"), sb.mean(net):
+    with pytest.raises(ValueError, match="average draws"), sb.fixed_draws(net, "mean"):
         pass
 
 

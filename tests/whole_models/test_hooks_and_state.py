@@ -98,7 +98,7 @@ def test_bounds_of_a_drawn_weight_that_a_layer_keeps_itself_are_those_of_each_dr
     config: Any,
 ) -> None:
     net = sb.bayesianize(nn.Sequential(nn.Linear(4, 4), Bounded(4, 3)), config)
-    with sb.frozen(net, draws=2), torch.no_grad():
+    with sb.fixed_draws(net, 2 * sb.members(net)), torch.no_grad():
         for x in (X, X + 1):
             assert_draws(
                 sb.sample(net, x),
@@ -149,7 +149,7 @@ MEMBERS = [
 @torch.no_grad()
 def test_beams_of_a_sequence_have_one_of_the_draws_that_are_held(config: Any) -> None:
     net = sb.bayesianize(Speaks(), config)
-    with sb.frozen(net):
+    with sb.fixed_draws(net):
         wanted = torch.stack([sb.write_out(net, j).generate(X) for j in range(2)])
         found = net.generate(X)
         near = (found - wanted).abs().amax(-1) < 1e-5
@@ -162,7 +162,7 @@ def test_methods_that_mix_held_draws_are_told_and_what_they_ask_for_is_held(
     config: Any,
 ) -> None:
     net = sb.bayesianize(Speaks(), config)
-    with sb.frozen(net):
+    with sb.fixed_draws(net):
         with pytest.warns(
             sb.SlimbayesWarning, match="calls its parts with 5 and 15 rows"
         ):
@@ -256,15 +256,15 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("config", [*MEMBERS, sb.MeanField(), sb.DropConnect()])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("fixed", [False, True])
 @torch.no_grad()
 def test_methods_that_compute_with_weights_which_are_no_draws_are_told(
-    config: Any, frozen: bool
+    config: Any, fixed: bool
 ) -> None:
     net = sb.bayesianize(Tied(), config)
     net.start(torch.randn(8, 4))
     assert torch.equal(net.size(), net.layer.weight.norm())
-    with sb.frozen(net) if frozen else contextlib.nullcontext():
+    with sb.fixed_draws(net) if fixed else contextlib.nullcontext():
         z = net.encode(X)
         with pytest.warns(
             sb.SlimbayesWarning,
@@ -342,7 +342,7 @@ def test_what_draws_keep_in_objects_is_kept_apart(
     config: Any, make: Any, cls: Any
 ) -> None:
     net = sb.bayesianize(cls(make()), config).eval()
-    with sb.frozen(net):
+    with sb.fixed_draws(net):
         plains = [sb.write_out(net, j) for j in range(sb.members(net))]
         for x in (X, X + 1, X - 1):
             torch.testing.assert_close(
@@ -361,7 +361,7 @@ def test_what_was_computed_from_drawn_weights_is_not_kept_in_objects(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = sb.predict(net, X, draws=2, likelihood="gaussian", seed=1).samples
-    with sb.frozen(net, draws=2, seed=1):
+    with sb.fixed_draws(net, 2 * sb.members(net), seed=1):
         plains = [sb.write_out(net, j) for j in range(2 * sb.members(net))]
     torch.testing.assert_close(found, torch.stack([plain(X) for plain in plains]))
 
@@ -393,7 +393,7 @@ def test_what_draws_keep_in_modules_of_torch_is_kept_apart(
     config: Any, place: str
 ) -> None:
     net = sb.bayesianize(Leaves(place), config).eval()
-    with sb.frozen(net):
+    with sb.fixed_draws(net):
         plains = [sb.write_out(net, j) for j in range(sb.members(net))]
         for x in (X, X + 1, X - 1):
             torch.testing.assert_close(
@@ -431,7 +431,7 @@ def test_methods_that_remember_what_they_returned_work_it_out_for_each_draw(
     sb.bayesianize(net, config)
     for seed in (1, 2):
         net(x)
-        with sb.frozen(net, draws=2, seed=seed):
+        with sb.fixed_draws(net, 2 * sb.members(net), seed=seed):
             plains = [sb.write_out(net, j) for j in range(2 * sb.members(net))]
         wanted = torch.stack([plain(x) for plain in plains])
         torch.testing.assert_close(

@@ -15,7 +15,7 @@ Estimators of the expected likelihood, all unbiased:
                 Exact where a row meets the weights once; elsewhere positions draw independently, which must be asked
                 for.
 
-In a held pass (`frozen`) every estimator uses the plain weight draw: a function must stay the same over calls.
+In a held pass (`fixed_draws`) every estimator uses the plain weight draw: a function must stay the same over calls.
 
 Sizes: n draws or blocks of rows, R rows, in and out channels, m x n the matrix view.
 """

@@ -24,7 +24,7 @@ from slimbayes.prediction.checks import check_draws
 from slimbayes.prediction.draws import member_weights
 from slimbayes.prediction.sample import (
     converted_posteriors,
-    frozen,
+    fixed_draws,
     members,
     sample,
     write_out,
@@ -86,8 +86,9 @@ def refresh_norms(
 
 
 def _by_draw(model: Model, x: Any, draws: int, inputs: int | None, seed: int) -> Model:
-    with frozen(model, draws, seed):
-        nets = [write_out(model, j) for j in range(draws * members(model))]
+    total = draws * members(model)
+    with fixed_draws(model, total, seed):
+        nets = [write_out(model, j) for j in range(total)]
     with _measuring(nets):
         for args, kwargs in batches_of(
             model, x, None, inputs

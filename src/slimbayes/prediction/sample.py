@@ -1,4 +1,4 @@
-"""sample, frozen, mean, write_out and merge: run a model under S draws, hold draws or means over many calls, or write a
+"""sample, fixed_draws, write_out and merge: run a model under S draws, hold draws or means over many calls, or write a
 draw or a member's mean into a plain model.
 
 Sizes: S draws, B rows of the caller's batch, K members. Folded batches are draw-major: rows [j*B:(j+1)*B] belong to
@@ -117,59 +117,56 @@ def sample(
 
 
 @contextmanager
-def frozen(model: nn.Module, draws: int = 1, seed: Seed = None) -> Iterator[nn.Module]:
-    """Hold S = members x draws draws over every call inside the block: the same functions on every batch.
+def fixed_draws(
+    model: Model, draws: int | Literal["mean"] | None = None, seed: Seed = None
+) -> Iterator[Model]:
+    """Hold S draws over every call inside the block: the same functions on every batch.
 
-    Inside, `sample(model, x)` returns (S, B, ...) of the held draws, and a bare `model(x)` shares its rows out among
-    them. Methods that draw afresh for every row hold one draw for all rows here. Equal seeds hold equal functions, the
-    same that `predict` uses with that seed; by default the seed is the next number of torch's own generator.
-    Threads that begin inside hold nothing: run what they call by `contextvars.copy_context().run`.
+    Inside, `sample(model, x)` returns (S, B, ...) of the held draws, `predict(model, x)` averages them, and a plain
+    forward `model(x)` shares the examples of its batch out among them. Methods that draw afresh for every example hold
+    one draw for all of them here. Threads that begin inside hold nothing: run what they call by
+    `contextvars.copy_context().run`.
 
-    Example:
-        >>> import slimbayes as sb
-        >>> net = sb.bayesianize(nn.Linear(1, 1), sb.Rank1(members=1))
-        >>> x = torch.linspace(-1, 1, 5).unsqueeze(1)
-        >>> with frozen(net, draws=8):
-        ...     same = torch.equal(sample(net, x), sample(net, x))
-        >>> same
-        True
-    """
-    check_draws("frozen", draws)
-    posteriors = converted_posteriors(model)
-    if not posteriors:
-        yield model
-        return
-    if passes.pass_of(posteriors[0].key) is not None:
-        raise ValueError("frozen cannot be nested: draws are already held.")
-    new = Pass(calls.total_draws(posteriors, draws), 1, held=True)
-    noise.draw_numbered(posteriors, new, noise.seed_of(seed))
-    with passes.holding(new):
-        yield model
-
-
-@contextmanager
-def mean(model: Model) -> Iterator[Model]:
-    """Run the posterior mean over every call inside the block: each member's centre, without any noise.
-
-    A Cauchy or log-normal factor has its median, dropout is off. Members stay apart: inside, `sample(model, x)` and
-    `predict(model, x)` give one draw for each, and a bare `model(x)` shares its rows out among them.
+    Args:
+        model: a converted model, or a part of one.
+        draws: S, the total number of draws; one from each member by default. Draw j belongs to member j mod K. With
+            "mean" nothing is drawn: each member is held at its posterior mean, without any noise. A Cauchy or
+            log-normal factor has its median, and dropout is off.
+        seed: as in `sample`. Equal seeds hold equal functions, the same that `predict` uses with that seed; by default
+            the seed is the next number of torch's own generator.
 
     Example:
         >>> import slimbayes as sb
         >>> net, x = sb.bayesianize(nn.Linear(4, 3), sb.MeanField()), torch.randn(5, 4)
-        >>> with mean(net):
+        >>> with fixed_draws(net, 8):
+        ...     same = torch.equal(sample(net, x), sample(net, x))
+        >>> same
+        True
+        >>> with fixed_draws(net, "mean"):
         ...     torch.equal(net(x), nn.functional.linear(x, net.weight, net.bias))
         True
     """
+    if draws is not None:
+        check_draws("fixed_draws", draws, also=("mean",))
+    if draws == "mean" and seed is not None:
+        raise ValueError(
+            'fixed_draws(model, "mean") draws nothing, so it takes no seed.'
+        )
     posteriors = converted_posteriors(model)
     if any(passes.pass_of(p.key) is not None for p in posteriors):
         raise ValueError(
-            "mean cannot run inside frozen, another mean or a call of the model: draws are already held."
+            "fixed_draws cannot run inside another fixed_draws or a call of the model: draws are already held."
         )
     if not posteriors:
         yield model
         return
-    with passes.holding(central_pass(posteriors)):
+    if draws == "mean":
+        new = central_pass(posteriors)
+    else:
+        total = calls.total_draws(posteriors, 1) if draws is None else int(draws)
+        new = Pass(total, 1, held=True)
+        noise.draw_numbered(posteriors, new, noise.seed_of(seed))
+    with passes.holding(new):
         yield model
 
 
@@ -185,7 +182,7 @@ def central_pass(posteriors: Sequence[Any]) -> Pass:
 
 
 def write_out(model: Model, draw: int = 0) -> Model:
-    """A plain copy of a model with the weights of one draw that `frozen` holds: no posterior, the classes it had.
+    """A plain copy of a model with the weights of one draw that `fixed_draws` holds: no posterior, the classes it had.
 
     Args:
         draw: number of the held draw, which belongs to member draw mod K.
@@ -193,16 +190,16 @@ def write_out(model: Model, draw: int = 0) -> Model:
     Example:
         >>> import slimbayes as sb
         >>> net, x = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2)), torch.randn(5, 4)
-        >>> with frozen(net, draws=3):
+        >>> with fixed_draws(net, 6):
         ...     bool(torch.allclose(write_out(net, 4)(x), sample(net, x)[4], atol=1e-6))
         True
     """
     posteriors = converted_posteriors(model)
     held = passes.pass_of(posteriors[0].key) if posteriors else None
-    held = held.frozen if isinstance(held, bare.Scope) else held
+    held = held.fixed if isinstance(held, bare.Scope) else held
     if posteriors and (held is None or not held.held or not 0 <= draw < held.total):
         raise ValueError(
-            f"write_out(model, {draw}) needs that draw to be held: call it inside `with frozen(model, draws=...):`."
+            f"write_out(model, {draw}) needs that draw to be held: call it inside `with fixed_draws(model, draws):`."
         )
     if not posteriors or held is None:
         return debayesianize(copy_modules(model))
