@@ -72,10 +72,9 @@ from slimbayes.prediction.norms import refresh_norms as refresh_norms
 from slimbayes.prediction.predict import predict as predict
 from slimbayes.prediction.prediction import Prediction as Prediction
 from slimbayes.prediction.sample import fixed_draws as fixed_draws
+from slimbayes.prediction.sample import materialize as materialize
 from slimbayes.prediction.sample import members as members
-from slimbayes.prediction.sample import merge as merge
 from slimbayes.prediction.sample import sample as sample
-from slimbayes.prediction.sample import write_out as write_out
 from slimbayes.prediction.stacking import stack as stack
 from slimbayes.prediction.stacking import stacking_weights as stacking_weights
 from slimbayes.train import schedules as schedules

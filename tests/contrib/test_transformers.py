@@ -469,7 +469,7 @@ def test_sequences_are_those_of_their_members_alone(make: Any, beams: int) -> No
         decoder_start_token_id=0,
     )
     found = generate(model, prompts, how, draws=1)
-    alone = [sb.merge(copy.deepcopy(model), member=k) for k in range(3)]
+    alone = [sb.materialize(copy.deepcopy(model), member=k) for k in range(3)]
     written = [one.generate(**prompts, generation_config=how) for one in alone]
     own = [
         {k for k in range(3) if torch.equal(written[k][i], found.sequences[i])}

@@ -223,7 +223,7 @@ def test_layers_of_unknown_types_run_their_own_forward_with_drawn_weights(
         y = sb.sample(model.odd, x)
         assert y.shape == (4, 4, 3) and len(y.flatten(1).unique(dim=0)) == 4
         for j in range(4):
-            torch.testing.assert_close(sb.write_out(model.odd, j)(x), y[j])
+            torch.testing.assert_close(sb.materialize(model.odd, draw=j)(x), y[j])
     neutral = sb.bayesianize(
         copy.deepcopy(plain), sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0))
     )
@@ -237,7 +237,7 @@ def test_layers_of_unknown_types_may_give_more_than_tensors() -> None:
 
     model = sb.bayesianize(Noted(), sb.BatchEnsemble(members=2))
     with sb.fixed_draws(model):
-        every = [sb.write_out(model, j)(torch.ones(1, 3))[0] for j in range(2)]
+        every = [sb.materialize(model, draw=j)(torch.ones(1, 3))[0] for j in range(2)]
         for rows in (1, 2):
             y, note, table = model(torch.ones(rows, 3))
             assert note == "a note" and torch.equal(table, torch.arange(7.0))
@@ -341,7 +341,7 @@ def test_an_input_without_recognisable_rows_names_layer_shape_and_remedy_and_run
         y = sb.sample(model, x)
         assert len(y.flatten(1).unique(dim=0)) == 3
         for j in range(3):
-            torch.testing.assert_close(sb.write_out(model, j)(x), y[j])
+            torch.testing.assert_close(sb.materialize(model, draw=j)(x), y[j])
 
 
 class SequenceFirstHead(nn.Module):
@@ -370,7 +370,7 @@ def test_rows_inside_a_sequence_first_part_are_found() -> None:
             for j, drawn in enumerate(
                 sb.sample(other, x, fold=True)
             ):  # a draw keeps to its rows at every step
-                torch.testing.assert_close(drawn, sb.write_out(other, j)(x))
+                torch.testing.assert_close(drawn, sb.materialize(other, draw=j)(x))
         assert not torch.allclose(y[:, 0], y[:, 1], atol=1e-3)  # each row its own draw
 
 
@@ -557,7 +557,7 @@ def test_any_number_of_draws_can_be_held(config: sb.Config) -> None:
         six = sb.sample(model, x)
     with sb.fixed_draws(model, 4, seed=1):
         four = sb.sample(model, x)
-        plain = [sb.write_out(model, j)(x) for j in range(4)]
+        plain = [sb.materialize(model, draw=j)(x) for j in range(4)]
         shared = model(x)
     with sb.fixed_draws(model, seed=1):
         default = sb.sample(model, x)
@@ -586,6 +586,36 @@ def test_draws_that_cannot_be_held_are_refused(
         sb.fixed_draws(model, draws, **options),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs either a draw or a member, got neither"),
+        ({"draw": 0, "member": 0}, "needs either a draw or a member, got both"),
+        ({"draw": 3}, "draw must be a number from 0 to 2, got 3"),
+        ({"draw": -1}, "draw must be a number from 0 to 2, got -1"),
+        ({"draw": "mean"}, "draw must be a number from 0 to 2, got 'mean'"),
+        ({"member": 2}, 'member must be "mean" or a number from 0 to 1, got 2'),
+    ],
+)
+def test_materialize_refuses_what_names_no_single_network(
+    options: dict[str, Any], message: str
+) -> None:
+    model = sb.bayesianize(nn.Linear(4, 2), sb.BatchEnsemble(members=2))
+    with sb.fixed_draws(model, 3), pytest.raises(ValueError, match=message):
+        sb.materialize(model, **options)
+
+
+def test_materialize_needs_held_draws_for_a_draw_but_not_for_a_member() -> None:
+    model = sb.bayesianize(nn.Linear(4, 2), sb.BatchEnsemble(members=2))
+    with pytest.raises(ValueError, match="found no draws that are held"):
+        sb.materialize(model, draw=0)
+    x = torch.randn(5, 4)
+    outside = sb.materialize(model, member=1)(x)
+    with sb.fixed_draws(model, "mean"):
+        torch.testing.assert_close(sb.materialize(model, draw=1)(x), outside)
+        torch.testing.assert_close(sb.materialize(model, member=1)(x), outside)
 
 
 @pytest.mark.slow

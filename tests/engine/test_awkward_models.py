@@ -371,7 +371,7 @@ def test_a_model_that_folds_says_nothing(name: str, method: str) -> None:
     assert said == []
 
 
-def test_write_out_leaves_no_posterior_and_the_model_as_it_was() -> None:
+def test_materialize_leaves_no_posterior_and_the_model_as_it_was() -> None:
     model, args, _, _ = built("mlp", "rank1-example")
     before = copy.deepcopy(model.state_dict())
     with sb.fixed_draws(model):

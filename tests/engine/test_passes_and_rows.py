@@ -269,7 +269,7 @@ def test_recursion_is_one_pass(method: str) -> None:
     with torch.no_grad(), sb.fixed_draws(model, 2 * sb.members(model)):
         outputs = sb.sample(model, x)
         for draw, out in enumerate(outputs):
-            close(sb.write_out(model, draw)(x), out)
+            close(sb.materialize(model, draw=draw)(x), out)
 
 
 @pytest.mark.filterwarnings(
@@ -284,8 +284,8 @@ def test_a_converted_model_may_call_another_in_its_forward(method: str) -> None:
         torch.randn(6, 4),
     )
     with torch.no_grad(), sb.fixed_draws(inner), sb.fixed_draws(outer):
-        written = sb.write_out(inner, 0)
-        plain = sb.write_out(outer, 1)
+        written = sb.materialize(inner, draw=0)
+        plain = sb.materialize(outer, draw=1)
         calls[0] = written
         expected = plain(x)
         calls[0] = inner
@@ -464,7 +464,7 @@ def test_a_deep_copied_block_put_twice_into_one_model_draws_apart() -> None:
     model = nn.Sequential(block, copy.deepcopy(block), block)
     assert len(set(keys(model))) == 2
     with torch.no_grad(), sb.fixed_draws(model, 2):
-        plain = sb.write_out(model, 1)
+        plain = sb.materialize(model, draw=1)
         assert differ(plain[0][0].weight, plain[1][0].weight)
         assert torch.equal(plain[0][0].weight, plain[2][0].weight)
         x = torch.randn(3, 4)
@@ -884,7 +884,9 @@ def test_rows_that_feel_each_other_within_a_batch_fold_but_are_not_apart(
         with pytest.raises(ValueError, match="told apart"):
             sb.sample(model, *args, rows="split")
         with sb.fixed_draws(model):
-            expected = torch.stack([sb.write_out(model, j)(*args) for j in range(3)])
+            expected = torch.stack(
+                [sb.materialize(model, draw=j)(*args) for j in range(3)]
+            )
         assert any(torch.allclose(model(*args), one, atol=1e-5) for one in expected)
 
 
@@ -895,7 +897,7 @@ def test_where_folding_is_wrong_draws_run_one_by_one_and_right(name: str) -> Non
         found = sb.sample(model, *args)
     with torch.no_grad(), sb.fixed_draws(model):
         for j in range(3):
-            expected = sb.write_out(model, j)(*args)
+            expected = sb.materialize(model, draw=j)(*args)
             for one, other in zip(
                 found if isinstance(found, tuple) else [found],
                 expected if isinstance(expected, tuple) else [expected],
@@ -930,7 +932,9 @@ def test_rows_that_act_on_each_other_within_pairs_do_not_fold() -> None:
             sb.sample(model, *args, rows="split")
         out = model(*args)
         with sb.fixed_draws(model):
-            expected = torch.stack([sb.write_out(model, j)(*args) for j in range(3)])
+            expected = torch.stack(
+                [sb.materialize(model, draw=j)(*args) for j in range(3)]
+            )
     assert any(torch.allclose(out, one, atol=1e-5) for one in expected)
 
 
@@ -1272,7 +1276,7 @@ def test_tied_weights_have_one_posterior_one_kl_and_one_draw(method: str) -> Non
     with torch.no_grad(), sb.fixed_draws(model, 2 * sb.members(model)):
         outputs = sb.sample(model, values)
         for j, out in enumerate(outputs):
-            plain = sb.write_out(model, j)
+            plain = sb.materialize(model, draw=j)
             assert plain.a.weight is plain.b.weight
             close(plain(values), out)
         close(sb.sample(model, values, fold=False), outputs)
@@ -1317,7 +1321,7 @@ def test_an_unknown_layer_runs_its_own_forward_with_drawn_weights(
             nn.init.normal_(p)  # they start at zero
     with torch.no_grad(), sb.fixed_draws(model, 2 * sb.members(model)):
         held = sb.sample(model, values)
-        plain = [sb.write_out(model, j) for j in range(len(held))]
+        plain = [sb.materialize(model, draw=j) for j in range(len(held))]
         assert all(type(p.mix) is Bilinear for p in plain)
         assert method == "patch" or differ(
             plain[0].mix.weight, plain[1].mix.weight
@@ -1420,7 +1424,7 @@ def test_norms_are_known_by_what_they_do(name: str) -> None:
     assert [p.name for p in passes.posteriors_of(model)] == ["1.weight"]
     with torch.no_grad(), sb.fixed_draws(model, 3):
         held = sb.sample(model, values)
-        plain = [sb.write_out(model, j) for j in range(3)]
+        plain = [sb.materialize(model, draw=j) for j in range(3)]
         close(held, torch.stack([p(values) for p in plain]))
         close(
             model(values),
@@ -1663,7 +1667,7 @@ def test_a_weight_that_is_used_transposed_is_used() -> None:
         with pytest.warns(UserWarning, match="weight of a is used past"):
             outputs = sb.sample(model, torch.ones(3, 4))
         for j, one in enumerate(outputs):
-            close(one, sb.write_out(model, j)(torch.ones(3, 4)))
+            close(one, sb.materialize(model, draw=j)(torch.ones(3, 4)))
 
 
 # Sizes that nobody has seen -----------------------------------------------------------------------------------------
@@ -1792,7 +1796,7 @@ def test_rows_that_held_draws_cannot_share_evenly_lie_in_blocks() -> None:
         torch.randn(5, 4),
     )
     with torch.no_grad(), sb.fixed_draws(net):
-        alone = [sb.write_out(net, j)(x) for j in range(2)]
+        alone = [sb.materialize(net, draw=j)(x) for j in range(2)]
         close(net(x), torch.cat([alone[0][:3], alone[1][3:]]))
 
 

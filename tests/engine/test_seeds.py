@@ -113,7 +113,7 @@ def test_predict_is_a_function_of_model_inputs_and_seed(method: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_each_draw_is_one_function_for_all_rows(method: str) -> None:
-    """The one that fixed_draws holds with that seed, and that write_out writes."""
+    """The one that fixed_draws holds with that seed, and that materialize copies."""
     model, x = net(method), rows()
     pred = sb.predict(model, x.repeat(2, 1), draws=3, seed=5)
     close(pred.samples[:, :N], pred.samples[:, N:])
@@ -126,7 +126,10 @@ def test_each_draw_is_one_function_for_all_rows(method: str) -> None:
             "channel-dropout",
             "member-norm",
         ):
-            close(sb.write_out(model, 2)(x).softmax(-1).detach(), pred.samples[2, :N])
+            close(
+                sb.materialize(model, draw=2)(x).softmax(-1).detach(),
+                pred.samples[2, :N],
+            )
 
 
 def test_prefixes_are_the_draws_of_predict() -> None:

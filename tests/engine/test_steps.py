@@ -122,7 +122,7 @@ def test_one_layers_lines_meet_inputs_of_several_kinds(
         every = sb.sample(net, x)
         for j, out in enumerate(every):
             torch.testing.assert_close(
-                out, sb.write_out(net, j)(x), rtol=1e-4, atol=1e-5
+                out, sb.materialize(net, draw=j)(x), rtol=1e-4, atol=1e-5
             )
         torch.testing.assert_close(
             sb.sample(net, x[:4]), every[:, :4]

@@ -918,7 +918,7 @@ def test_running_statistics_are_folded_into_the_scales_of_blocks(bias: bool) -> 
         y = sb.sample(layer, x)
         for j in range(3):
             torch.testing.assert_close(
-                y[j], sb.write_out(layer, j).eval()(x), rtol=1e-4, atol=1e-5
+                y[j], sb.materialize(layer, draw=j).eval()(x), rtol=1e-4, atol=1e-5
             )
 
 
@@ -1010,7 +1010,7 @@ def test_each_draw_has_the_statistics_it_would_have_alone(config: sb.Config) -> 
     fitted = sb.refresh_norms(net, DataLoader(x, 20), per="draw", draws=3, seed=5)
     found = sb.predict(fitted, x).samples
     with sb.fixed_draws(net, 3 * sb.members(net), seed=5):
-        alone = [sb.write_out(net, j) for j in range(3 * sb.members(net))]
+        alone = [sb.materialize(net, draw=j) for j in range(3 * sb.members(net))]
     for plain in alone:
         torch.optim.swa_utils.update_bn(DataLoader(x, 20), plain.eval())
     expected = torch.stack([plain.eval()(x).softmax(-1) for plain in alone])
@@ -1193,7 +1193,7 @@ def test_norms_are_known_by_what_they_do_whatever_their_scales_are_called() -> N
     torch.testing.assert_close(draws, sb.sample(net, x, draws=6, seed=1, fold=False))
     assert float(draws.detach().std(0).max()) > 0.01
     with sb.fixed_draws(net, 1, seed=2):
-        torch.testing.assert_close(sb.write_out(net)(x), net(x))
+        torch.testing.assert_close(sb.materialize(net, draw=0)(x), net(x))
 
 
 def test_a_module_with_weights_inside_is_no_norm() -> None:

@@ -1305,7 +1305,7 @@ def test_hooks_that_were_there_before_run_once_for_every_member(config: Any) -> 
         module.register_forward_hook(lambda module, args, out: out * 3.0)
     net, x = sb.bayesianize(net, config).eval(), torch.randn(5, 4)
     with torch.no_grad(), sb.fixed_draws(net):
-        wanted = torch.stack([sb.write_out(net, j)(x) for j in range(3)])
+        wanted = torch.stack([sb.materialize(net, draw=j)(x) for j in range(3)])
         torch.testing.assert_close(sb.sample(net, x), wanted)
         torch.testing.assert_close(sb.sample(net, x, fold=False), wanted)
 
@@ -1371,7 +1371,7 @@ def test_tied_layers_are_not_copied_one_by_one() -> None:
         sb.bayesianize(tied(), {".+": sb.Ensemble(members=2)}, strict=True)
     net = sb.bayesianize(tied(), sb.Ensemble(members=2))
     with sb.fixed_draws(net):
-        other = sb.write_out(net, 1)
+        other = sb.materialize(net, draw=1)
     assert other[0].weight is other[2].weight
 
 

@@ -248,7 +248,7 @@ def test_additive_factors_of_convolutions_cannot_be_written_out() -> None:
         ValueError,
         match="weight: additive factors do not shift a convolution's padding",
     ):
-        sb.merge(net)
+        sb.materialize(net, member=0)
 
 
 @pytest.mark.parametrize("draws", ["example", "member"])

@@ -89,7 +89,7 @@ def test_layers_that_are_parametrised_after_their_conversion_become_plain_again(
         norm(model[0])
         model.eval()
     with sb.fixed_draws(net, 2):
-        torch.testing.assert_close(sb.write_out(net, 1)(X), sb.sample(net, X)[1])
+        torch.testing.assert_close(sb.materialize(net, draw=1)(X), sb.sample(net, X)[1])
     plain = sb.debayesianize(net)
     assert parametrize.is_parametrized(plain[0], "weight") and not sb.kl(plain)
     torch.testing.assert_close(plain(X), same(X), rtol=0, atol=0)
@@ -152,8 +152,8 @@ def test_models_whose_state_is_more_than_tensors(config: Any, tmp_path: Path) ->
         )
     with sb.fixed_draws(net, "mean"):
         of_one = sb.sample(net, X)[1]
-    torch.testing.assert_close(sb.merge(net, 1)(X), of_one)
-    assert sb.merge(net, "mean")(X).shape == (6, 3)
+    torch.testing.assert_close(sb.materialize(net, member=1)(X), of_one)
+    assert sb.materialize(net, member="mean")(X).shape == (6, 3)
 
 
 class Fourier(nn.Module):
@@ -209,7 +209,7 @@ def test_models_that_write_into_their_inputs(config: Any, mixes: bool) -> None:
     with sb.fixed_draws(net, 4 * sb.members(net), seed=0):
         total = 1 if isinstance(config, sb.Deterministic) else 4 * sb.members(net)
         wanted = torch.stack(
-            [sb.write_out(net, j)({"x": X.clone()}) for j in range(total)]
+            [sb.materialize(net, draw=j)({"x": X.clone()}) for j in range(total)]
         )
         for fold in (False, "auto"):
             torch.testing.assert_close(sb.sample(net, given, fold=fold)[:total], wanted)
@@ -236,7 +236,7 @@ def test_draws_begin_with_the_same_cache() -> None:
     with sb.fixed_draws(net, 3), torch.no_grad():
         caches = [plain(words[:, :3], use_cache=True).past_key_values for _ in range(3)]
         wanted = [
-            sb.write_out(net, j)(words[:, 3:], past_key_values=caches[j]).logits
+            sb.materialize(net, draw=j)(words[:, 3:], past_key_values=caches[j]).logits
             for j in range(3)
         ]
         for fold in (False, "auto"):
@@ -269,7 +269,7 @@ def test_rows_that_draws_keep_are_never_mixed_up(seed: int, bias: float) -> None
     )
     for x in (many[:6], many):
         with sb.fixed_draws(net, 3, seed=seed):
-            wanted = [sb.write_out(net, j)(x) for j in range(3)]
+            wanted = [sb.materialize(net, draw=j)(x) for j in range(3)]
             if len({len(kept) for kept in wanted}) > 1:
                 with pytest.raises(ValueError, match="different shapes"):
                     sb.sample(net, x)
@@ -339,7 +339,7 @@ def test_methods_of_a_copied_part_are_those_of_its_members() -> None:
     net = Uses().eval()
     sb.bayesianize(net.agent, sb.Ensemble(members=3))
     with sb.fixed_draws(net):
-        wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
+        wanted = torch.stack([sb.materialize(net, draw=j)(X) for j in range(3)])
     for fold in ("auto", False):
         torch.testing.assert_close(sb.sample(net, X, fold=fold), wanted)
     assert wanted.std(0).min() > 0
@@ -395,7 +395,10 @@ def test_inputs_that_are_objects_of_somebody(config: Any) -> None:
     net, graph = sb.bayesianize(Messages(), config).eval(), Graph()
     with sb.fixed_draws(net, 3 * sb.members(net), seed=0), torch.no_grad():
         wanted = torch.stack(
-            [sb.write_out(net, j)(copy.copy(graph)) for j in range(3 * sb.members(net))]
+            [
+                sb.materialize(net, draw=j)(copy.copy(graph))
+                for j in range(3 * sb.members(net))
+            ]
         )
         torch.testing.assert_close(sb.sample(net, graph), wanted)
     torch.testing.assert_close(

@@ -45,9 +45,10 @@ def mlp() -> nn.Module:
 
 def test_merge_mean_of_tied_layers() -> None:
     net = moved(sb.bayesianize(Tied(), sb.BatchEnsemble(members=3)))
-    every = [sb.merge(net, k).a.weight for k in range(3)]
+    every = [sb.materialize(net, member=k).a.weight for k in range(3)]
     torch.testing.assert_close(
-        sb.merge(net, "mean").a.weight, torch.stack(every).mean(0).requires_grad_()
+        sb.materialize(net, member="mean").a.weight,
+        torch.stack(every).mean(0).requires_grad_(),
     )
 
 
@@ -176,7 +177,7 @@ def test_a_tied_embedding_shares_no_factors(config: Any, width: Any) -> None:
         out = sb.sample(net, x)
         for j in range(len(out)):
             torch.testing.assert_close(
-                sb.write_out(net, j)(x), out[j], atol=1e-5, rtol=1e-5
+                sb.materialize(net, draw=j)(x), out[j], atol=1e-5, rtol=1e-5
             )
     assert "inputs for outputs" in str(sb.summary(net))
     with pytest.raises(ValueError, match="inputs for outputs"):

@@ -20,7 +20,6 @@ from oracle import (
     draws_of_rows,
     held,
     quietly,
-    write_out,
 )
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -374,7 +373,7 @@ def test_a_submodule_on_its_own_gives_each_row_one_member(method: str) -> None:
     config = MEMBERS if method == "batch-ensemble" else {".+": METHODS["ensemble"]}
     model, x = sb.bayesianize(Encoder(), config).eval(), torch.randn(7, 4)
     with sb.fixed_draws(model):
-        plains = [write_out(model, j) for j in range(2)]
+        plains = [sb.materialize(model, draw=j) for j in range(2)]
     calls: dict[str, Callable[[Any], Tensor]] = {
         "backbone": lambda m: m.backbone(x),
         "encode": lambda m: m.encode(x),
@@ -392,7 +391,7 @@ def test_a_submodule_on_its_own_gives_each_row_one_member(method: str) -> None:
 def test_sample_predict_and_fixed_draws_work_on_submodules() -> None:
     model, x = sb.bayesianize(Encoder(), MEMBERS).eval(), torch.randn(7, 4)
     with sb.fixed_draws(model):
-        plains = [write_out(model, j) for j in range(2)]
+        plains = [sb.materialize(model, draw=j) for j in range(2)]
         wanted = torch.stack([plain.backbone(x) for plain in plains])  # type: ignore[operator]
         assert_equal(sb.sample(model.backbone, x), wanted)
         assert_equal(
@@ -406,7 +405,7 @@ def test_sample_predict_and_fixed_draws_work_on_submodules() -> None:
     assert_equal(sb.predict(model.backbone, x, likelihood="gaussian").samples, wanted)
     with sb.fixed_draws(model.backbone):
         assert_equal(sb.sample(model.backbone, x), wanted)
-        assert_equal(write_out(model.backbone, 1)(x), wanted[1])
+        assert_equal(sb.materialize(model.backbone, draw=1)(x), wanted[1])
     assert sb.members(model.backbone) == 2
 
 
@@ -442,7 +441,7 @@ def test_generate_holds_one_draw_for_each_sequence(
         "attention_mask": torch.ones_like(prompt),
     } | options
     with quietly(), sb.fixed_draws(model):
-        plains = [write_out(model, j) for j in range(2)]
+        plains = [sb.materialize(model, draw=j) for j in range(2)]
     texts = [plain.generate(prompt, **options) for plain in plains]  # type: ignore[operator]
     assert not torch.equal(texts[0], texts[1]), (
         "the members say the same: the test shows nothing"
@@ -596,7 +595,7 @@ def test_tied_weights_have_one_posterior_one_draw_and_one_kl(method: str) -> Non
     assert model.out.weight is model.table.weight
     check_all(model, ids, draws=3)
     with sb.fixed_draws(model, 3):
-        plain = write_out(model, 1)
+        plain = sb.materialize(model, draw=1)
         assert plain.out.weight is plain.table.weight
     assert sb.debayesianize(model).out.weight is model.table.weight
 
@@ -854,7 +853,7 @@ def test_functional_call_takes_detached_parameters(method: str) -> None:
 def test_vmap_runs_over_an_ensemble() -> None:
     model, xs = net(METHODS["ensemble"]), torch.randn(5, 4, 4)
     with sb.fixed_draws(model):
-        plains = [write_out(model, j) for j in range(2)]
+        plains = [sb.materialize(model, draw=j) for j in range(2)]
     outputs = torch.vmap(lambda x: model(x), randomness="different")(xs)
     for x, output in zip(xs, outputs):
         assert all(draws_of_rows(output, [plain(x) for plain in plains], 0))
@@ -1065,7 +1064,7 @@ def test_an_exported_ensemble_gives_each_row_one_member() -> None:
     for method in ("ensemble", "batch-ensemble"):
         model = net(METHODS[method])
         with sb.fixed_draws(model):
-            plains = [write_out(model, j) for j in range(2)]
+            plains = [sb.materialize(model, draw=j) for j in range(2)]
         model(torch.randn(6, 4))
         exported = torch.export.export(
             model,

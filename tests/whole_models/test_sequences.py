@@ -61,7 +61,7 @@ def test_a_draw_of_a_weight_that_is_set_in_each_call_is_not_written_out() -> Non
         torch.no_grad(),
         pytest.raises(ValueError, match="sets it anew in each call"),
     ):
-        sb.write_out(net, 0)
+        sb.materialize(net, draw=0)
 
 
 def test_copies_have_the_padding_row_of_the_network() -> None:
@@ -191,7 +191,7 @@ def test_models_that_begin_with_an_abstract_or_a_generic_class(
     with torch.no_grad(), sb.fixed_draws(net, 4, seed=1):
         outputs = sb.sample(net, X)
         for j, out in enumerate(outputs):
-            torch.testing.assert_close(sb.write_out(net, j)(X), out)
+            torch.testing.assert_close(sb.materialize(net, draw=j)(X), out)
         assert outputs.std(0).max() > 0
     for other in (deepcopy(net), pickle.loads(pickle.dumps(net))):
         assert torch.equal(sb.sample(other, X, seed=2), sb.sample(net, X, seed=2))
@@ -226,7 +226,7 @@ def test_layers_that_compute_their_weight_by_a_property_run_their_own_forward(
     with torch.no_grad(), sb.fixed_draws(net, 2 * sb.members(net), seed=1):
         outputs = sb.sample(net, X)
         for j, out in enumerate(outputs):
-            torch.testing.assert_close(sb.write_out(net, j)(X), out)
+            torch.testing.assert_close(sb.materialize(net, draw=j)(X), out)
     assert outputs.std(0).min() > 0
     torch.testing.assert_close(
         sb.sample(net, X, seed=3, draws=2),

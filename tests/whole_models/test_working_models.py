@@ -284,7 +284,7 @@ def test_what_lies_within_containers_is_kept_apart_and_tensors_of_any_kind_are_t
 ):
     model, x = sb.bayesianize(Nested(), sb.MeanField(scale_init=0.2)), torch.randn(B, 4)
     with sb.fixed_draws(model, 3):
-        plains = [sb.write_out(model, j) for j in range(3)]
+        plains = [sb.materialize(model, draw=j) for j in range(3)]
         for _ in range(3):
             assert_equal(
                 sb.sample(model, x), torch.stack([plain(x) for plain in plains])

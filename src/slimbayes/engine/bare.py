@@ -100,13 +100,13 @@ class Scope(Pass):
         if self.inner is None or (self.inner.rows != rows and self.inner.draws != 1):
             if self.inner is not None and layout.rowwise:
                 said = f"A method of {type(self.module).__name__} calls its parts with {self.inner.rows} and {rows} rows"
-                how = "which share out draws in other ways: take one, write_out(model, j) inside fixed_draws(model)."
+                how = "which share out draws in other ways: take one, materialize(model, draw=j) inside fixed_draws(model)."
                 warnings.warn(f"{said}, {how}", SlimbayesWarning, stacklevel=6)
             self.inner = self._begin(rows, layout)
         if self.whole and self.inner.draws != 1 and not layout.rowwise and rows > 1:
             raise ValueError(
                 f"Sequences cannot each have a draw: the rows of a part of {type(self.module).__name__} cannot be told "
-                f"apart ({layout.why}). Take one draw for all of them, write_out(model, j) inside fixed_draws(model)."
+                f"apart ({layout.why}). Take one draw for all of them, materialize(model, draw=j) inside fixed_draws(model)."
             )
         if self.fixed is not None and self.inner.draws == 1:
             return self.fixed.single(0, layout if layout.folds else None)

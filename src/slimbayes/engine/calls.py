@@ -154,7 +154,7 @@ def _call_under_held_draws(
     except Unproven as error:
         if isinstance(held, Scope):
             raise ValueError(
-                f"{error}: take one draw, write_out(model, j) inside fixed_draws(model)."
+                f"{error}: take one draw, materialize(model, draw=j) inside fixed_draws(model)."
             ) from error
         unfold(layout, error)
         return _call_under_held_draws(held, module, function, args, kwargs)

@@ -254,7 +254,7 @@ def stack_draws(
         if len(shapes) > 1:
             raise ValueError(
                 f"Draws gave outputs of different shapes, which cannot be stacked: {sorted(shapes)[:3]}. Take draws "
-                f"one by one: inside fixed_draws(model), write_out(model, draw) is a plain model of one."
+                f"one by one: inside fixed_draws(model), materialize(model, draw=j) is a plain model of one."
             )
         return torch.stack(leaves)
 

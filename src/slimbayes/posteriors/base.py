@@ -123,7 +123,7 @@ class Posterior(Keyed, ABC):
 
     @property
     def has_weights(self) -> bool:
-        """Whether this pass has a weight draw for each block of rows, which `materialise` gives."""
+        """Whether this pass has a weight draw for each block of rows, which `materialize` gives."""
         return False
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
@@ -181,7 +181,7 @@ class Posterior(Keyed, ABC):
         if found is None:
             raise RuntimeError(
                 "Draws exist only while the model is called. torch.jit.trace and script ask for them outside: "
-                "use slimbayes.export or torch.compile, or trace merge(model)."
+                "use slimbayes.export or torch.compile, or trace materialize(model, member=0)."
             )
         return found
 
@@ -275,7 +275,7 @@ class WeightPosterior(Posterior):
         """Apply this pass's draw of the linear map to x."""
         return linear.blocks(x, *self.weights(linear), self.current)
 
-    def materialise(
+    def materialize(
         self, linear: LinearMap, index: int
     ) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of draw `index` as plain tensors, for kernels that take nothing else."""

@@ -302,12 +302,12 @@ class MixturePosterior(WeightPosterior):
         drawn: Assigned = self.values()
         return drawn.mixed if drawn.weight.shape[0] == 1 else None
 
-    def materialise(
+    def materialize(
         self, linear: LinearMap, index: int
     ) -> tuple[Tensor, Tensor | None]:
         drawn: Assigned = self.values()
         if drawn.mixed is None:
-            return super().materialise(linear, index)
+            return super().materialize(linear, index)
         weight, bias = drawn.mixed
         one = drawn.weight.shape[0] == 1
         return (

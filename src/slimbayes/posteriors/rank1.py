@@ -227,7 +227,7 @@ class Rank1Posterior(WeightPosterior):
         current = linear.current or self.current
         drawn: Drawn = current.values.get(self.key) or self.values()
         if drawn.r.shape[0] == 1 and linear.absorbs and not self.additive:
-            return linear.op(x, *self.materialise(linear, 0))
+            return linear.op(x, *self.materialize(linear, 0))
         every = (
             drawn.lines
             if drawn.own is linear.bias and type(linear) is LinearMap
@@ -280,7 +280,7 @@ class Rank1Posterior(WeightPosterior):
         lines = lines if index is None else self._line(lines, index)
         return lines if given else own + lines.to(own.dtype)
 
-    def materialise(
+    def materialize(
         self, linear: LinearMap, index: int
     ) -> tuple[Tensor, Tensor | None]:
         drawn: Drawn = self.values()
