@@ -14,7 +14,7 @@ from slimbayes.convert.bayesianize import debayesianize as debayesianize
 from slimbayes.convert.checkpoint import load as load
 from slimbayes.convert.checkpoint import save as save
 from slimbayes.convert.members import ensemble as ensemble
-from slimbayes.convert.members import select as select
+from slimbayes.convert.members import keep_members as keep_members
 from slimbayes.convert.summary import Cost as Cost
 from slimbayes.convert.summary import Summary as Summary
 from slimbayes.convert.summary import estimate_cost as estimate_cost

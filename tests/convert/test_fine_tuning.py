@@ -67,7 +67,7 @@ def test_biases_of_members_train_where_those_of_the_layer_do() -> None:
     assert len(offsets) > 1 and offsets & names(net) == {
         "classifier.posterior.weight.bias"
     }
-    sb.select(net, members=[0, 2])
+    sb.keep_members(net, members=[0, 2])
     assert offsets & names(net) == {"classifier.posterior.weight.bias"}
     alone = sb.bayesianize(Net(), sb.Rank1(members=3), train="posterior")
     assert not offsets & names(alone) and offsets <= names(
@@ -257,7 +257,7 @@ def test_a_member_as_a_plain_model_is_that_member(kind: str) -> None:
         torch.testing.assert_close(
             first(sb.materialize(net, member=k)(x)), drawn[k], rtol=1e-4, atol=1e-5
         )
-    kept = first(sb.sample(sb.select(copy.deepcopy(net), [2, 0]), x))
+    kept = first(sb.sample(sb.keep_members(copy.deepcopy(net), [2, 0]), x))
     torch.testing.assert_close(kept, drawn[[2, 0]], rtol=1e-4, atol=1e-5)
     assert (
         type(sb.materialize(net, member=0)) is type(models()[kind][0])
@@ -315,7 +315,7 @@ def test_the_mean_of_members_has_their_mean_weights() -> None:
     ],
     ids=["rank1", "norms", "ensemble"],
 )
-def test_selected_members_are_those_members(configs: Any, tmp_path: Path) -> None:
+def test_kept_members_are_those_members(configs: Any, tmp_path: Path) -> None:
     net, x = sb.bayesianize(Net().eval(), configs), torch.randn(5, 4)
     for p in posteriors_of(net):
         for tensor in (
@@ -324,13 +324,13 @@ def test_selected_members_are_those_members(configs: Any, tmp_path: Path) -> Non
         ):
             nn.init.uniform_(tensor, 0.5, 1.5)
     before = sb.sample(net, x)
-    kept = sb.select(copy.deepcopy(net), [3, 0, 2])
+    kept = sb.keep_members(copy.deepcopy(net), [3, 0, 2])
     torch.testing.assert_close(
         sb.sample(kept, x), before[[3, 0, 2]], rtol=1e-4, atol=1e-5
     )
     again = sb.load(Net().eval(), sb.save(kept, tmp_path / "kept", base=True))
     assert torch.equal(sb.sample(again, x), sb.sample(kept, x))
-    one = sb.select(kept, [1])
+    one = sb.keep_members(kept, [1])
     torch.testing.assert_close(sb.sample(one, x), before[[0]], rtol=1e-4, atol=1e-5)
 
 
@@ -340,12 +340,12 @@ def test_members_that_are_none_are_refused() -> None:
         with pytest.raises(
             ValueError, match="different numbers of members from 0 to 2"
         ):
-            sb.select(net, members)
+            sb.keep_members(net, members)
     mixed = sb.bayesianize(
         nn.Linear(4, 3), sb.Mixture(components=2, assignment="model")
     )
     with pytest.raises(ValueError, match="cannot be told apart"):
-        sb.select(mixed, [0])
+        sb.keep_members(mixed, [0])
 
 
 class Tower(nn.Module):

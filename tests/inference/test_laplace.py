@@ -874,7 +874,7 @@ def test_where_data_tell_of_few_directions_those_are_kept(
     ) * 4
     assert "of 50 directions" in str(sb.summary(net))
     if members > 1:
-        sb.select(net, members=[1])
+        sb.keep_members(net, members=[1])
         assert (
             few.directions.shape[0] == 1
             and sb.predict(net, x, 3).probs.isfinite().all()

@@ -705,7 +705,7 @@ def test_a_method_has_one_draw_however_many_rows_its_parts_meet(config: Any) -> 
     several = sb.bayesianize(Compares(), sb.BatchEnsemble(members=3))
     with pytest.warns(sb.SlimbayesWarning, match="with 6 and 4 rows"):
         several.compared(X)
-    with sb.fixed_draws(sb.select(several, [1])) as one:
+    with sb.fixed_draws(sb.keep_members(several, [1])) as one:
         assert one.compared(X) < 1e-5
 
 

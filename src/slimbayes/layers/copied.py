@@ -356,7 +356,7 @@ def _join(outputs: list[Any], back: Tensor, total: int, dims: Any) -> Any:
             ):
                 raise ValueError(
                     f"Each member returns a {type(leaves[0]).__name__} for its rows, which nobody can join: return "
-                    f"tensors, or ask one member, select(model, [k])."
+                    f"tensors, or ask one member, keep_members(model, [k])."
                 )
             return leaves[0]
         i = next(count)

@@ -97,7 +97,7 @@ class Posterior(Keyed, ABC):
     def adopt(self) -> None:
         """Start from the layer's own weight and bias; called once, when the layer is converted."""
 
-    def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
+    def keep_members(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
         """Keep these members, of which there are several, in this order; `tied` are other layers that share it. Where
         members cannot be told apart from the parameters a method leaves this as it is.
         """

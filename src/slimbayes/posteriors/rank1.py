@@ -75,7 +75,7 @@ class Rank1Posterior(WeightPosterior):
         return None if self.is_point else self.r.prior
 
     @torch.no_grad()
-    def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
+    def keep_members(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
         index, self.members = torch.tensor(members, device=self.device), len(members)
         lines = (
             nn.functional.pad(self.bias, (0, 0, 1, 0))[index]
