@@ -115,7 +115,7 @@ def run_pass(
     new.handed = [] if looks and known is None and not inside_func() else None
 
     def call_drawn() -> Any:
-        noise.realise(posteriors, new)
+        noise.make_draws(posteriors, new)
         return function(*args, **kwargs)
 
     with (

@@ -77,7 +77,7 @@ class Posterior(Keyed, ABC):
         """How many standard normals a pass takes for each block and for each row; the latter only if `rowwise`."""
 
     @abstractmethod
-    def realise(self, noise: Noise) -> Any:
+    def draw(self, noise: Noise) -> Any:
         """Turn noise into draws; `by_member` tells members apart."""
 
     @abstractmethod
@@ -111,8 +111,8 @@ class Posterior(Keyed, ABC):
         return False
 
     @classmethod
-    def realise_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
-        """Realise the draws of all posteriors of this class in a model; a method may use fewer, larger operations."""
+    def draw_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
+        """Make the draws of all posteriors of this class in a model; a method may use fewer, larger operations."""
         for posterior in posteriors:
             posterior.values()
 
@@ -195,13 +195,13 @@ class Posterior(Keyed, ABC):
         return self.noise.row if self.per_row else self.noise.block
 
     def values(self) -> Any:
-        """This pass's draw. Sharded parameters are whole only while their layer runs, so they are realised here, as are
+        """This pass's draw. Sharded parameters are whole only while their layer runs, so they are drawn here, as are
         draws that a reentrant checkpoint meets again.
         """
         current = self.current
         if self.key in current.values:
             return current.values[self.key]
-        values = self.realise(self.noise)
+        values = self.draw(self.noise)
         current.values[self.key] = values
         return values
 

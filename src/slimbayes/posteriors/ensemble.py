@@ -187,7 +187,7 @@ class Members(Posterior):
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return 0, 0
 
-    def realise(self, noise: Noise) -> Tensor:
+    def draw(self, noise: Noise) -> Tensor:
         """The member of each block of rows, (n,)."""
         return self.choices()
 

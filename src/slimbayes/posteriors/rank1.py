@@ -130,13 +130,13 @@ class Rank1Posterior(WeightPosterior):
     def has_weights(self) -> bool:
         return not self.per_row or self.drawn == 1
 
-    def realise(self, noise: Noise) -> Drawn:
+    def draw(self, noise: Noise) -> Drawn:
         current = self.current
         FactorGroup([self]).draw(current)
         return current.values[self.key]
 
     @classmethod
-    def realise_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
+    def draw_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
         """All factors that are drawn alike in a handful of large operations, not a dozen small ones for each layer."""
         pairs = zip(posteriors, [current.noise[p.key] for p in posteriors], strict=True)
         kinds, places = (
