@@ -120,9 +120,10 @@ def main(
         sb.predict(again, x, seed=0).probs, sb.predict(tuned, x, seed=0).probs
     )
     report(
-        "its mean, merged",
+        "its mean, a plain net",
         lambda inputs: sb.predict(
-            sb.bayesianize(sb.merge(tuned, "mean"), sb.Deterministic()), inputs
+            sb.bayesianize(sb.materialize(tuned, member="mean"), sb.Deterministic()),
+            inputs,
         ),
     )
 

@@ -84,7 +84,7 @@ MUTATIONS = [
     ),
     Mutation(
         "methods-draw-anew",
-        "if self.frozen is None and not needs_rows(self.posteriors):",
+        "if self.fixed is None and not needs_rows(self.posteriors):",
         "if False:",
         "whole_models/test_outputs.py -k has_one_draw",
     ),

@@ -1,11 +1,8 @@
 """What a converted model must equal: plain models whose weights are those of its draws.
 
-`write_out` is the oracle: inside `frozen` it gives the plain network of one held draw. It is
-`sb.write_out` where that exists, and else a slow copy made of `materialise`, which serves methods that
-draw weights or members, not those that drop units.
+`sb.materialize` is the oracle: inside `fixed_draws` it gives the plain network of one held draw.
 """
 
-import copy
 import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping
@@ -15,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import remove_spectral_norm, remove_weight_norm
 from torch.nn.utils.rnn import PackedSequence
 
 import slimbayes as sb
@@ -30,83 +26,6 @@ def shapes_alone() -> Iterator[None]:
         for draw in ("normal_", "uniform_"):
             patch.setattr(Tensor, draw, lambda tensor, *args, **options: tensor)
         yield
-
-
-def write_out(model: nn.Module, index: int) -> nn.Module:
-    """The plain network of held draw `index`; call it inside `frozen`."""
-    if hasattr(sb, "write_out"):
-        return sb.write_out(model, index)
-    return _write_out_slowly(model, index)
-
-
-@torch.no_grad()
-def _write_out_slowly(model: nn.Module, index: int) -> nn.Module:
-    from slimbayes.layers.base import Converted
-    from slimbayes.layers.copied import Copied
-
-    plain = sb.debayesianize(copy.deepcopy(model))
-    for layer in (
-        plain.modules()
-    ):  # weights that hooks of the old style compute would overwrite what is written
-        for kind, remove in (
-            ("WeightNorm", remove_weight_norm),
-            ("SpectralNorm", remove_spectral_norm),
-        ):
-            if any(
-                type(hook).__name__ == kind
-                for hook in layer._forward_pre_hooks.values()
-            ):
-                remove(layer)
-    for name, layer in list(model.named_modules()):
-        if not isinstance(layer, Converted) or ".posterior." in f".{name}.":
-            continue
-        if isinstance(layer, Copied):
-            members: Any = layer.posterior["members"]
-            chosen = index % members.members
-            if chosen:
-                plain = _replaced(
-                    plain, name, copy.deepcopy(members.others[chosen - 1])
-                )
-            continue
-        for site, posterior in layer.posterior.items():
-            weight, bias = posterior.materialise(layer.linear_map(site), index)
-            _set(plain.get_submodule(name), site, weight, bias)
-    return plain.train(model.training)
-
-
-def _replaced(plain: nn.Module, name: str, part: nn.Module) -> nn.Module:
-    if not name:
-        return part
-    parent, _, leaf = name.rpartition(".")
-    setattr(plain.get_submodule(parent), leaf, part)
-    return plain
-
-
-def _set(layer: Any, site: str, weight: Tensor, bias: Tensor | None) -> None:
-    """Write one site's weight and bias into a plain layer."""
-    if isinstance(layer, nn.MultiheadAttention) and site != "out":
-        rows = slice(
-            "qkv".index(site) * layer.embed_dim,
-            ("qkv".index(site) + 1) * layer.embed_dim,
-        )
-        own = (
-            layer.in_proj_weight[rows]
-            if layer._qkv_same_embed_dim
-            else getattr(layer, f"{site}_proj_weight")
-        )
-        own_bias = None if layer.in_proj_bias is None else layer.in_proj_bias[rows]
-    elif isinstance(layer, nn.MultiheadAttention):
-        own, own_bias = layer.out_proj.weight, layer.out_proj.bias
-    else:
-        own = (
-            getattr(layer, f"{site}_orig", None)
-            if hasattr(layer, f"{site}_mask")
-            else getattr(layer, site)
-        )  # pruned or as it is
-        own_bias = getattr(layer, site.replace("weight", "bias"), None)
-    own.copy_(weight)
-    if own_bias is not None and bias is not None:
-        own_bias.copy_(bias)
 
 
 def leaves(output: Any) -> list[Tensor]:
@@ -168,9 +87,10 @@ def assert_draws(outputs: Any, plains: list[nn.Module], args: Any, kwargs: Any) 
         )
 
 
-def held(model: nn.Module, draws: int) -> list[nn.Module]:
-    """The plain networks of all draws that are held; call it inside `frozen(model, draws)`."""
-    return [write_out(model, j) for j in range(sb.members(model) * draws)]
+def held(model: nn.Module, draws: int | None = None) -> list[nn.Module]:
+    """The plain networks of all draws that are held; call it inside `fixed_draws(model, draws)`."""
+    total = sb.members(model) if draws is None else draws
+    return [sb.materialize(model, draw=j) for j in range(total)]
 
 
 def draws_of_rows(

@@ -14,7 +14,7 @@ from slimbayes.convert.bayesianize import debayesianize as debayesianize
 from slimbayes.convert.checkpoint import load as load
 from slimbayes.convert.checkpoint import save as save
 from slimbayes.convert.members import ensemble as ensemble
-from slimbayes.convert.members import select as select
+from slimbayes.convert.members import keep_members as keep_members
 from slimbayes.convert.summary import Cost as Cost
 from slimbayes.convert.summary import Summary as Summary
 from slimbayes.convert.summary import estimate_cost as estimate_cost
@@ -71,12 +71,10 @@ from slimbayes.prediction.far import far as far
 from slimbayes.prediction.norms import refresh_norms as refresh_norms
 from slimbayes.prediction.predict import predict as predict
 from slimbayes.prediction.prediction import Prediction as Prediction
-from slimbayes.prediction.sample import frozen as frozen
-from slimbayes.prediction.sample import mean as mean
+from slimbayes.prediction.sample import fixed_draws as fixed_draws
+from slimbayes.prediction.sample import materialize as materialize
 from slimbayes.prediction.sample import members as members
-from slimbayes.prediction.sample import merge as merge
 from slimbayes.prediction.sample import sample as sample
-from slimbayes.prediction.sample import write_out as write_out
 from slimbayes.prediction.stacking import stack as stack
 from slimbayes.prediction.stacking import stacking_weights as stacking_weights
 from slimbayes.train import schedules as schedules

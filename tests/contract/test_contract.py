@@ -268,7 +268,7 @@ def test_a_held_draw_is_the_same_function_folded_or_alone(
     case = LAYERS[layer]
     model, x = convert(case.make(), method, case), case.input()
     dim = case.batch_dim
-    with sb.frozen(model, draws=2):
+    with sb.fixed_draws(model, 2 * sb.members(model)):
         together = main_output(sb.sample(model, x))
         rows = [
             main_output(sb.sample(model, _row(x, i, dim))) for i in range(case.rows)
@@ -387,7 +387,7 @@ def test_kl_is_the_average_log_ratio_and_zero_at_the_prior(
 
 def own_log_ratios(model: nn.Module, draws: int) -> Tensor | None:
     """log p - log q of draws of each member (K, n), as the posteriors say themselves; None if one does not."""
-    with sb.frozen(model, draws=draws):
+    with sb.fixed_draws(model, draws * sb.members(model)):
         own = [p.log_ratio() for p in posteriors_of(model)]
     return (
         None

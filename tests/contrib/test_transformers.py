@@ -411,7 +411,7 @@ def test_generated_tokens_have_uncertainty() -> None:
         1,
     )
     places = (mask.cumsum(1) - 1).clamp_min(0)
-    with sb.frozen(model, draws=4, seed=0), torch.no_grad():
+    with sb.fixed_draws(model, 8, seed=0), torch.no_grad():
         logits = sb.sample(
             model, input_ids=whole, attention_mask=mask, position_ids=places
         ).logits
@@ -469,7 +469,7 @@ def test_sequences_are_those_of_their_members_alone(make: Any, beams: int) -> No
         decoder_start_token_id=0,
     )
     found = generate(model, prompts, how, draws=1)
-    alone = [sb.merge(copy.deepcopy(model), member=k) for k in range(3)]
+    alone = [sb.materialize(copy.deepcopy(model), member=k) for k in range(3)]
     written = [one.generate(**prompts, generation_config=how) for one in alone]
     own = [
         {k for k in range(3) if torch.equal(written[k][i], found.sequences[i])}

@@ -219,11 +219,11 @@ def test_layers_of_unknown_types_run_their_own_forward_with_drawn_weights(
         strict=True,
     )
     assert converted(model) == {"good", "odd"}
-    with sb.frozen(model.odd, draws=2):
+    with sb.fixed_draws(model.odd, 4):
         y = sb.sample(model.odd, x)
         assert y.shape == (4, 4, 3) and len(y.flatten(1).unique(dim=0)) == 4
         for j in range(4):
-            torch.testing.assert_close(sb.write_out(model.odd, j)(x), y[j])
+            torch.testing.assert_close(sb.materialize(model.odd, draw=j)(x), y[j])
     neutral = sb.bayesianize(
         copy.deepcopy(plain), sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0))
     )
@@ -236,8 +236,8 @@ def test_layers_of_unknown_types_may_give_more_than_tensors() -> None:
             return super().forward(x), "a note", torch.arange(7.0)
 
     model = sb.bayesianize(Noted(), sb.BatchEnsemble(members=2))
-    with sb.frozen(model):
-        every = [sb.write_out(model, j)(torch.ones(1, 3))[0] for j in range(2)]
+    with sb.fixed_draws(model):
+        every = [sb.materialize(model, draw=j)(torch.ones(1, 3))[0] for j in range(2)]
         for rows in (1, 2):
             y, note, table = model(torch.ones(rows, 3))
             assert note == "a note" and torch.equal(table, torch.arange(7.0))
@@ -337,11 +337,11 @@ def test_an_input_without_recognisable_rows_names_layer_shape_and_remedy_and_run
         match=r"fold=True: the draws of this model cannot share a forward: inner: ",
     ):
         sb.sample(model, x, draws=3, fold=True)
-    with sb.frozen(model, draws=3):
+    with sb.fixed_draws(model, 3):
         y = sb.sample(model, x)
         assert len(y.flatten(1).unique(dim=0)) == 3
         for j in range(3):
-            torch.testing.assert_close(sb.write_out(model, j)(x), y[j])
+            torch.testing.assert_close(sb.materialize(model, draw=j)(x), y[j])
 
 
 class SequenceFirstHead(nn.Module):
@@ -366,11 +366,11 @@ def test_rows_inside_a_sequence_first_part_are_found() -> None:
         other = sb.bayesianize(
             SequenceFirstHead(), sb.Rank1(members=2, scale_init=0.2, draws="member")
         )
-        with sb.frozen(other):
+        with sb.fixed_draws(other):
             for j, drawn in enumerate(
                 sb.sample(other, x, fold=True)
             ):  # a draw keeps to its rows at every step
-                torch.testing.assert_close(drawn, sb.write_out(other, j)(x))
+                torch.testing.assert_close(drawn, sb.materialize(other, draw=j)(x))
         assert not torch.allclose(y[:, 0], y[:, 1], atol=1e-3)  # each row its own draw
 
 
@@ -521,12 +521,12 @@ def test_registered_layers_convert() -> None:
         del LAYERS[MyLinear]
 
 
-def test_frozen_holds_draws_over_batches_of_any_size_and_fresh_ones_follow() -> None:
+def test_fixed_draws_are_held_over_batches_of_any_size_and_fresh_ones_follow() -> None:
     model, x = (
         sb.bayesianize(Net(), sb.Rank1(members=2, scale_init=0.3)),
         torch.randint(10, (6, 4)),
     )
-    with sb.frozen(model, draws=3):
+    with sb.fixed_draws(model, 6):
         whole = sb.sample(model, x)
         assert whole.shape == (6, 6, 3)
         torch.testing.assert_close(
@@ -535,11 +535,87 @@ def test_frozen_holds_draws_over_batches_of_any_size_and_fresh_ones_follow() -> 
         bare = model(x)  # six rows, six draws: row j under draw j
         torch.testing.assert_close(bare, torch.stack([whole[j, j] for j in range(6)]))
         with (
-            pytest.raises(ValueError, match="frozen cannot be nested"),
-            sb.frozen(model),
+            pytest.raises(ValueError, match="cannot run inside another fixed_draws"),
+            sb.fixed_draws(model),
         ):
             pass
     assert not torch.allclose(sb.sample(model, x), whole[:2])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        sb.Rank1(members=3, scale_init=0.3),
+        sb.BatchEnsemble(members=3, mean_init=sb.Normal(1.0, 0.5)),
+        sb.Ensemble(members=3),
+        sb.MeanField(scale_init=0.3),
+    ],
+)
+def test_any_number_of_draws_can_be_held(config: sb.Config) -> None:
+    model, x = sb.bayesianize(nn.Linear(4, 2), config), torch.randn(5, 4)
+    with sb.fixed_draws(model, 6, seed=1):
+        six = sb.sample(model, x)
+    with sb.fixed_draws(model, 4, seed=1):
+        four = sb.sample(model, x)
+        plain = [sb.materialize(model, draw=j)(x) for j in range(4)]
+        shared = model(x)
+    with sb.fixed_draws(model, seed=1):
+        default = sb.sample(model, x)
+    torch.testing.assert_close(four, six[:4])
+    torch.testing.assert_close(four, torch.stack(plain))
+    torch.testing.assert_close(default, six[: sb.members(model)])
+    owner = [0, 0, 1, 2, 3]  # five examples are shared out among four draws
+    expected = torch.stack([four[j, i] for i, j in enumerate(owner)])
+    torch.testing.assert_close(shared, expected)
+
+
+@pytest.mark.parametrize(
+    ("draws", "options", "message"),
+    [
+        (0, {}, "at least one draw, a whole number, or 'mean', got draws=0"),
+        ("median", {}, "a whole number, or 'mean', got draws='median'"),
+        ("mean", {"seed": 0}, "draws nothing, so it takes no seed"),
+    ],
+)
+def test_draws_that_cannot_be_held_are_refused(
+    draws: Any, options: dict[str, Any], message: str
+) -> None:
+    model = sb.bayesianize(nn.Linear(4, 2), sb.MeanField())
+    with (
+        pytest.raises(ValueError, match=message),
+        sb.fixed_draws(model, draws, **options),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs either a draw or a member, got neither"),
+        ({"draw": 0, "member": 0}, "needs either a draw or a member, got both"),
+        ({"draw": 3}, "draw must be a number from 0 to 2, got 3"),
+        ({"draw": -1}, "draw must be a number from 0 to 2, got -1"),
+        ({"draw": "mean"}, "draw must be a number from 0 to 2, got 'mean'"),
+        ({"member": 2}, 'member must be "mean" or a number from 0 to 1, got 2'),
+    ],
+)
+def test_materialize_refuses_what_names_no_single_network(
+    options: dict[str, Any], message: str
+) -> None:
+    model = sb.bayesianize(nn.Linear(4, 2), sb.BatchEnsemble(members=2))
+    with sb.fixed_draws(model, 3), pytest.raises(ValueError, match=message):
+        sb.materialize(model, **options)
+
+
+def test_materialize_needs_held_draws_for_a_draw_but_not_for_a_member() -> None:
+    model = sb.bayesianize(nn.Linear(4, 2), sb.BatchEnsemble(members=2))
+    with pytest.raises(ValueError, match="found no draws that are held"):
+        sb.materialize(model, draw=0)
+    x = torch.randn(5, 4)
+    outside = sb.materialize(model, member=1)(x)
+    with sb.fixed_draws(model, "mean"):
+        torch.testing.assert_close(sb.materialize(model, draw=1)(x), outside)
+        torch.testing.assert_close(sb.materialize(model, member=1)(x), outside)
 
 
 @pytest.mark.slow

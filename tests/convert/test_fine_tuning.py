@@ -67,7 +67,7 @@ def test_biases_of_members_train_where_those_of_the_layer_do() -> None:
     assert len(offsets) > 1 and offsets & names(net) == {
         "classifier.posterior.weight.bias"
     }
-    sb.select(net, members=[0, 2])
+    sb.keep_members(net, members=[0, 2])
     assert offsets & names(net) == {"classifier.posterior.weight.bias"}
     alone = sb.bayesianize(Net(), sb.Rank1(members=3), train="posterior")
     assert not offsets & names(alone) and offsets <= names(
@@ -88,7 +88,8 @@ def test_biases_of_members_train_where_those_of_the_layer_do() -> None:
         ).loss.backward()
         optimizer.step()
     assert all(
-        torch.equal(sb.merge(tuned.eval(), member=k).bias, fits.bias) for k in (0, 1)
+        torch.equal(sb.materialize(tuned.eval(), member=k).bias, fits.bias)
+        for k in (0, 1)
     )
 
 
@@ -245,7 +246,7 @@ def first(output: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", list(models()))
-def test_a_merged_member_is_that_member(kind: str) -> None:
+def test_a_member_as_a_plain_model_is_that_member(kind: str) -> None:
     net, x = models()[kind]
     sb.bayesianize(net, sb.BatchEnsemble(members=3))
     for p in posteriors_of(net):
@@ -254,11 +255,14 @@ def test_a_merged_member_is_that_member(kind: str) -> None:
     drawn = first(sb.sample(net, x))
     for k in range(3):
         torch.testing.assert_close(
-            first(sb.merge(net, k)(x)), drawn[k], rtol=1e-4, atol=1e-5
+            first(sb.materialize(net, member=k)(x)), drawn[k], rtol=1e-4, atol=1e-5
         )
-    kept = first(sb.sample(sb.select(copy.deepcopy(net), [2, 0]), x))
+    kept = first(sb.sample(sb.keep_members(copy.deepcopy(net), [2, 0]), x))
     torch.testing.assert_close(kept, drawn[[2, 0]], rtol=1e-4, atol=1e-5)
-    assert type(sb.merge(net)) is type(models()[kind][0]) and sb.members(net) == 3
+    assert (
+        type(sb.materialize(net, member=0)) is type(models()[kind][0])
+        and sb.members(net) == 3
+    )
 
 
 def test_the_mean_of_members_has_their_mean_weights() -> None:
@@ -267,13 +271,13 @@ def test_the_mean_of_members_has_their_mean_weights() -> None:
     )
     p = net.posterior["weight"]
     nn.init.normal_(p.bias)
-    merged = sb.merge(net, "mean")
+    average = sb.materialize(net, member="mean")
     expected = (
         sum(net.weight * torch.outer(p.r.loc[k, 0], p.s.loc[k, 0]) for k in range(3))
         / 3
     )
-    torch.testing.assert_close(merged.weight, expected)
-    torch.testing.assert_close(merged.bias, net.bias + p.bias.sum(0) / 3)
+    torch.testing.assert_close(average.weight, expected)
+    torch.testing.assert_close(average.bias, net.bias + p.bias.sum(0) / 3)
     for config in (
         sb.KTied(),
         sb.MeanField(),
@@ -282,13 +286,17 @@ def test_the_mean_of_members_has_their_mean_weights() -> None:
     ):
         layer = nn.Linear(4, 3)
         own = layer.weight.detach().clone()
-        torch.testing.assert_close(sb.merge(sb.bayesianize(layer, config)).weight, own)
+        torch.testing.assert_close(
+            sb.materialize(sb.bayesianize(layer, config), member=0).weight, own
+        )
     with pytest.raises(ValueError, match="has no mean that is one network"):
-        sb.merge(sb.bayesianize(nn.Linear(4, 3), sb.Mixture(components=2)))
+        sb.materialize(
+            sb.bayesianize(nn.Linear(4, 3), sb.Mixture(components=2)), member=0
+        )
     with pytest.raises(
         ValueError, match=r'member must be "mean" or a number from 0 to 2, got 3'
     ):
-        sb.merge(net, 3)
+        sb.materialize(net, member=3)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +315,7 @@ def test_the_mean_of_members_has_their_mean_weights() -> None:
     ],
     ids=["rank1", "norms", "ensemble"],
 )
-def test_selected_members_are_those_members(configs: Any, tmp_path: Path) -> None:
+def test_kept_members_are_those_members(configs: Any, tmp_path: Path) -> None:
     net, x = sb.bayesianize(Net().eval(), configs), torch.randn(5, 4)
     for p in posteriors_of(net):
         for tensor in (
@@ -316,13 +324,13 @@ def test_selected_members_are_those_members(configs: Any, tmp_path: Path) -> Non
         ):
             nn.init.uniform_(tensor, 0.5, 1.5)
     before = sb.sample(net, x)
-    kept = sb.select(copy.deepcopy(net), [3, 0, 2])
+    kept = sb.keep_members(copy.deepcopy(net), [3, 0, 2])
     torch.testing.assert_close(
         sb.sample(kept, x), before[[3, 0, 2]], rtol=1e-4, atol=1e-5
     )
     again = sb.load(Net().eval(), sb.save(kept, tmp_path / "kept", base=True))
     assert torch.equal(sb.sample(again, x), sb.sample(kept, x))
-    one = sb.select(kept, [1])
+    one = sb.keep_members(kept, [1])
     torch.testing.assert_close(sb.sample(one, x), before[[0]], rtol=1e-4, atol=1e-5)
 
 
@@ -332,12 +340,12 @@ def test_members_that_are_none_are_refused() -> None:
         with pytest.raises(
             ValueError, match="different numbers of members from 0 to 2"
         ):
-            sb.select(net, members)
+            sb.keep_members(net, members)
     mixed = sb.bayesianize(
         nn.Linear(4, 3), sb.Mixture(components=2, assignment="model")
     )
     with pytest.raises(ValueError, match="cannot be told apart"):
-        sb.select(mixed, [0])
+        sb.keep_members(mixed, [0])
 
 
 class Tower(nn.Module):
@@ -447,7 +455,7 @@ def test_layers_of_integers_take_factors(tmp_path: Path) -> None:
     )
     assert torch.equal(sb.debayesianize(copied)(x), plain(x))
     with pytest.raises(ValueError, match="integers cannot take factors in"):
-        sb.merge(net)
+        sb.materialize(net, member=0)
     fit = sb.laplace(copy.deepcopy(plain), [(x, y)])
     assert fit.log_evidence < 0
     with pytest.raises(ValueError, match="No layer would be converted"):

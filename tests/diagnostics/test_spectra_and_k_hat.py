@@ -87,7 +87,7 @@ def test_f23_one_tied_is_the_matrix_normal_with_diagonal_covariances() -> None:
 @pytest.mark.slow
 def test_f23_sample_covariance() -> None:
     net = single(3, 2, sb.KTied(rank=2, scale_init=0.5, scale_jitter=0.5))
-    with torch.no_grad(), sb.frozen(net, draws=10_000):
+    with torch.no_grad(), sb.fixed_draws(net, 10_000):
         drawn = net.posterior["weight"].values().weight.flatten(1)  # (draws, out x in)
     expected = sigma(net).T.reshape(-1).square().diag()
     size = expected.diag().sqrt()
@@ -366,7 +366,7 @@ def test_a_refused_truncation_changes_nothing() -> None:
     with pytest.raises(ValueError, match="include='9' matches no layer"):
         dg.truncate(net, rank=1, include="9")
     with (
-        sb.frozen(net),
+        sb.fixed_draws(net),
         pytest.raises(
             ValueError, match="truncate cannot change a model whose draws are held"
         ),
@@ -869,7 +869,7 @@ def test_prune_refuses_unclear_orders() -> None:
         ValueError, match=r"fraction must lie between 0 and 1, got 1\.5"
     ):
         dg.prune(net, 1.5)
-    with sb.frozen(net), pytest.raises(ValueError, match="prune cannot change"):
+    with sb.fixed_draws(net), pytest.raises(ValueError, match="prune cannot change"):
         dg.prune(net, 0.5)
     assert same(before, state(net))
 

@@ -423,7 +423,7 @@ def test_what_draws_were_made_from_goes_with_their_graph(
     with torch.no_grad():
         kept = sb.sample(net, torch.zeros(5, 4))
     assert joined(locs) is None and not kept.requires_grad
-    with sb.frozen(net):
+    with sb.fixed_draws(net):
         for _ in range(3):
             out = sb.sample(net, torch.zeros(5, 4))
         assert joined(locs) is not None

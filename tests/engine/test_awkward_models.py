@@ -165,8 +165,8 @@ def seeded(function: Any, *args: Any, **kwargs: Any) -> Any:
 @torch.no_grad()
 def test_held_draws_are_written_out_models_in_any_fold(name: str, method: str) -> None:
     model, args, kwargs, case = built(name, method)
-    with quietly(), sb.frozen(model, draws=DRAWS[method]):
-        plains = held(model, DRAWS[method])
+    with quietly(), sb.fixed_draws(model, S):
+        plains = held(model, S)
         assert len(plains) == S
         outputs = sb.sample(model, *args, **kwargs)
         assert_draws(outputs, plains, args, kwargs)
@@ -260,8 +260,8 @@ def test_predictions_are_of_written_out_models_in_any_fold(
     output = "logits" if name == "loss-and-logits" else None
     options: Any = {"draws": DRAWS[method], "likelihood": "gaussian"}
     with quietly():
-        with sb.frozen(model, draws=DRAWS[method]):
-            plains = held(model, DRAWS[method])
+        with sb.fixed_draws(model, S):
+            plains = held(model, S)
             predicted = sb.predict(
                 model, x, likelihood="gaussian", output=output
             ).samples
@@ -286,8 +286,8 @@ def _first(output: Any) -> torch.Tensor:
 @torch.no_grad()
 def test_a_bare_call_gives_each_row_one_member(name: str, method: str) -> None:
     model, args, kwargs, case = built(name, method)
-    with quietly(), sb.frozen(model):
-        expected = [plain(*args, **kwargs) for plain in held(model, 1)]
+    with quietly(), sb.fixed_draws(model):
+        expected = [plain(*args, **kwargs) for plain in held(model)]
     with quietly():
         for _ in range(3):  # where the members begin is random
             assert_rows_of_draws(
@@ -300,8 +300,8 @@ def test_rows_of_a_bare_call_are_shared_out_among_members() -> None:
     """One draw for the whole call would satisfy the tests above everywhere; not where rows are plain to see."""
     for name in ("mlp", "cnn", "windows-lstm"):
         model, args, kwargs, case = built(name, "batch-ensemble")
-        with sb.frozen(model):
-            expected = [plain(*args, **kwargs) for plain in held(model, 1)]
+        with sb.fixed_draws(model):
+            expected = [plain(*args, **kwargs) for plain in held(model)]
         rows = draws_of_rows(model(*args, **kwargs), expected, case.rows)
         assert len(set().union(*rows)) == S, name
 
@@ -313,7 +313,7 @@ def test_rows_of_a_bare_call_are_shared_out_among_members() -> None:
 @torch.no_grad()
 def test_held_dropout_is_the_same_in_any_fold(name: str) -> None:
     model, args, kwargs, _ = built(name, "mc-dropout")
-    with quietly(), sb.frozen(model, draws=S):
+    with quietly(), sb.fixed_draws(model, S):
         one_by_one = sb.sample(model, *args, fold=False, **kwargs)
         assert_equal(sb.sample(model, *args, **kwargs), one_by_one)
         assert_equal(
@@ -371,11 +371,11 @@ def test_a_model_that_folds_says_nothing(name: str, method: str) -> None:
     assert said == []
 
 
-def test_write_out_leaves_no_posterior_and_the_model_as_it_was() -> None:
+def test_materialize_leaves_no_posterior_and_the_model_as_it_was() -> None:
     model, args, _, _ = built("mlp", "rank1-example")
     before = copy.deepcopy(model.state_dict())
-    with sb.frozen(model):
-        plain = held(model, 1)[1]
+    with sb.fixed_draws(model):
+        plain = held(model)[1]
         inside = sb.sample(model, *args)
     assert {n: tuple(p.shape) for n, p in plain.named_parameters()} == {
         n: tuple(p.shape) for n, p in CASES["mlp"].make().named_parameters()

@@ -143,7 +143,7 @@ def test_threads_keep_bare_calls_and_samples_apart() -> None:
             elif i % 3 == 1:
                 assert sb.sample(model, x, draws=2).shape == (4, 6, 3)
             else:
-                with sb.frozen(model, draws=2):
+                with sb.fixed_draws(model, 4):
                     close(sb.sample(model, x), sb.sample(model, x, fold=False))
 
     with torch.no_grad(), ThreadPoolExecutor(6) as pool:
@@ -156,7 +156,7 @@ def test_tasks_that_hold_draws_over_an_await_do_not_see_each_other() -> None:
 
     async def hold(turns: int) -> list[Tensor]:
         found = []
-        with sb.frozen(model):
+        with sb.fixed_draws(model):
             for _ in range(turns):
                 found.append(sb.sample(model, x))
                 await asyncio.sleep(0)
@@ -179,7 +179,7 @@ def test_a_compiled_model_after_interleaved_tasks_draws_afresh() -> None:
     model, x = converted(mlp(), RANDOM), torch.randn(6, 4)
 
     async def hold(turns: int) -> None:
-        with sb.frozen(model):
+        with sb.fixed_draws(model):
             for _ in range(turns):
                 await asyncio.sleep(0)
 
@@ -209,7 +209,7 @@ class Interrupted(nn.Linear):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False], ids=["after a call", "cold"])
-@pytest.mark.parametrize("call", ["bare", "sample", "loop", "predict", "frozen"])
+@pytest.mark.parametrize("call", ["bare", "sample", "loop", "predict", "fixed"])
 def test_an_interrupt_inside_a_layer_leaves_nothing_open(
     call: str, known: bool
 ) -> None:
@@ -226,10 +226,10 @@ def test_an_interrupt_inside_a_layer_leaves_nothing_open(
     }
 
     def held() -> None:
-        with sb.frozen(model):
+        with sb.fixed_draws(model):
             sb.sample(model, x)
 
-    calls["frozen"] = held
+    calls["fixed"] = held
     if known:
         for one in calls.values():
             one()
@@ -266,10 +266,10 @@ class Recursive(nn.Module):
 @pytest.mark.parametrize("method", ["rank1", "batch-ensemble", "mean-field", "patch"])
 def test_recursion_is_one_pass(method: str) -> None:
     model, x = converted(Recursive(), METHODS[method]), torch.randn(6, 4)
-    with torch.no_grad(), sb.frozen(model, draws=2):
+    with torch.no_grad(), sb.fixed_draws(model, 2 * sb.members(model)):
         outputs = sb.sample(model, x)
         for draw, out in enumerate(outputs):
-            close(sb.write_out(model, draw)(x), out)
+            close(sb.materialize(model, draw=draw)(x), out)
 
 
 @pytest.mark.filterwarnings(
@@ -283,9 +283,9 @@ def test_a_converted_model_may_call_another_in_its_forward(method: str) -> None:
         converted(Net(lambda m, x: m.b(torch.tanh(m.a(x))) + calls[0](x)), RANDOM),
         torch.randn(6, 4),
     )
-    with torch.no_grad(), sb.frozen(inner), sb.frozen(outer):
-        written = sb.write_out(inner, 0)
-        plain = sb.write_out(outer, 1)
+    with torch.no_grad(), sb.fixed_draws(inner), sb.fixed_draws(outer):
+        written = sb.materialize(inner, draw=0)
+        plain = sb.materialize(outer, draw=1)
         calls[0] = written
         expected = plain(x)
         calls[0] = inner
@@ -343,7 +343,7 @@ def checkpointed_cases() -> list[tuple[str, str, str]]:
         for other in between
     ]
     array = covering(
-        dict.fromkeys(["bare", "sample", "loop", "frozen", "frozen-bare"], grid),
+        dict.fromkeys(["bare", "sample", "loop", "fixed", "fixed-bare"], grid),
         lambda call, pair: False,
     )
     return [(*pair, call) for call, pairs in array.items() for pair in pairs]
@@ -366,7 +366,7 @@ def test_checkpointing_gives_the_gradients_of_the_same_draws(
             "sample": lambda model=model: sb.sample(model, x, draws=2),
             "loop": lambda model=model: sb.sample(model, x, draws=2, fold=False),
         }
-        run = calls.get(call, calls["bare" if call == "frozen-bare" else "sample"])
+        run = calls.get(call, calls["bare" if call == "fixed-bare" else "sample"])
 
         def one(model: Any = model, run: Any = run) -> None:
             loss = run().square().sum()
@@ -385,8 +385,8 @@ def test_checkpointing_gives_the_gradients_of_the_same_draws(
                 loss = loss + run().square().sum()
             loss.backward()
 
-        if call.startswith("frozen"):
-            with sb.frozen(model, draws=2):
+        if call.startswith("fixed"):
+            with sb.fixed_draws(model, 2 * sb.members(model)):
                 one()
         else:
             one()
@@ -449,7 +449,7 @@ def test_copies_are_models_of_their_own(method: str, how: Callable[[Any], Any]) 
         with torch.no_grad():
             outputs.append(sb.sample(one, x, draws=2))
         close(outputs[-1], outputs[0])
-    with torch.no_grad(), sb.frozen(model):
+    with torch.no_grad(), sb.fixed_draws(model):
         held = sb.sample(model, x)
         if method not in ("batch-ensemble", "ensemble"):
             assert differ(
@@ -463,8 +463,8 @@ def test_a_deep_copied_block_put_twice_into_one_model_draws_apart() -> None:
     block(torch.randn(2, 4))
     model = nn.Sequential(block, copy.deepcopy(block), block)
     assert len(set(keys(model))) == 2
-    with torch.no_grad(), sb.frozen(model, draws=2):
-        plain = sb.write_out(model, 1)
+    with torch.no_grad(), sb.fixed_draws(model, 2):
+        plain = sb.materialize(model, draw=1)
         assert differ(plain[0][0].weight, plain[1][0].weight)
         assert torch.equal(plain[0][0].weight, plain[2][0].weight)
         x = torch.randn(3, 4)
@@ -532,7 +532,7 @@ def test_a_module_of_fabric_is_looked_through() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "call"),
-    [("rank1", "sample"), ("batch-ensemble", "bare"), ("mean-field", "frozen")],
+    [("rank1", "sample"), ("batch-ensemble", "bare"), ("mean-field", "fixed")],
 )  # the contract compiles every method
 def test_whole_graphs_after_one_call(
     method: str, call: str, monkeypatch: pytest.MonkeyPatch
@@ -553,13 +553,13 @@ def test_whole_graphs_after_one_call(
                 expected = sb.sample(model, x, draws=2)
                 torch.manual_seed(2)
                 close(sb.sample(compiled, x, draws=2), expected)
-            elif call == "frozen":
-                with sb.frozen(model, draws=2):
+            elif call == "fixed":
+                with sb.fixed_draws(model, 2):
                     close(sb.sample(compiled, x), sb.sample(model, x))
                     close(compiled(x), model(x))
             else:
                 assert compiled(x).shape == (rows, 3)
-        if call == "frozen":
+        if call == "fixed":
             return
         found = (
             torch.stack([compiled(torch.ones(6, 4)) for _ in range(20)])
@@ -883,8 +883,10 @@ def test_rows_that_feel_each_other_within_a_batch_fold_but_are_not_apart(
         close(sb.sample(model, *args), sb.sample(model, *args, fold=False))
         with pytest.raises(ValueError, match="told apart"):
             sb.sample(model, *args, rows="split")
-        with sb.frozen(model):
-            expected = torch.stack([sb.write_out(model, j)(*args) for j in range(3)])
+        with sb.fixed_draws(model):
+            expected = torch.stack(
+                [sb.materialize(model, draw=j)(*args) for j in range(3)]
+            )
         assert any(torch.allclose(model(*args), one, atol=1e-5) for one in expected)
 
 
@@ -893,9 +895,9 @@ def test_where_folding_is_wrong_draws_run_one_by_one_and_right(name: str) -> Non
     model, args, _ = proven(*WRONG[name])
     with torch.no_grad(), pytest.warns(UserWarning, match="draw by draw"):
         found = sb.sample(model, *args)
-    with torch.no_grad(), sb.frozen(model):
+    with torch.no_grad(), sb.fixed_draws(model):
         for j in range(3):
-            expected = sb.write_out(model, j)(*args)
+            expected = sb.materialize(model, draw=j)(*args)
             for one, other in zip(
                 found if isinstance(found, tuple) else [found],
                 expected if isinstance(expected, tuple) else [expected],
@@ -929,8 +931,10 @@ def test_rows_that_act_on_each_other_within_pairs_do_not_fold() -> None:
         with pytest.raises(ValueError, match="told apart"):
             sb.sample(model, *args, rows="split")
         out = model(*args)
-        with sb.frozen(model):
-            expected = torch.stack([sb.write_out(model, j)(*args) for j in range(3)])
+        with sb.fixed_draws(model):
+            expected = torch.stack(
+                [sb.materialize(model, draw=j)(*args) for j in range(3)]
+            )
     assert any(torch.allclose(out, one, atol=1e-5) for one in expected)
 
 
@@ -1269,10 +1273,10 @@ def test_tied_weights_have_one_posterior_one_kl_and_one_draw(method: str) -> Non
     assert model.a.posterior["weight"] is model.b.posterior["weight"]
     once = [layer.posterior["weight"].kl() for layer in (model.a, model.c)]
     close(sb.kl(model).detach(), torch.stack(once).sum().detach())
-    with torch.no_grad(), sb.frozen(model, draws=2):
+    with torch.no_grad(), sb.fixed_draws(model, 2 * sb.members(model)):
         outputs = sb.sample(model, values)
         for j, out in enumerate(outputs):
-            plain = sb.write_out(model, j)
+            plain = sb.materialize(model, draw=j)
             assert plain.a.weight is plain.b.weight
             close(plain(values), out)
         close(sb.sample(model, values, fold=False), outputs)
@@ -1315,9 +1319,9 @@ def test_an_unknown_layer_runs_its_own_forward_with_drawn_weights(
     for name, p in model.named_parameters():
         if ".posterior." in name and name.endswith(".bias"):
             nn.init.normal_(p)  # they start at zero
-    with torch.no_grad(), sb.frozen(model, draws=2):
+    with torch.no_grad(), sb.fixed_draws(model, 2 * sb.members(model)):
         held = sb.sample(model, values)
-        plain = [sb.write_out(model, j) for j in range(len(held))]
+        plain = [sb.materialize(model, draw=j) for j in range(len(held))]
         assert all(type(p.mix) is Bilinear for p in plain)
         assert method == "patch" or differ(
             plain[0].mix.weight, plain[1].mix.weight
@@ -1418,9 +1422,9 @@ def test_norms_are_known_by_what_they_do(name: str) -> None:
         return
     converted(model, config)
     assert [p.name for p in passes.posteriors_of(model)] == ["1.weight"]
-    with torch.no_grad(), sb.frozen(model, draws=3):
+    with torch.no_grad(), sb.fixed_draws(model, 3):
         held = sb.sample(model, values)
-        plain = [sb.write_out(model, j) for j in range(3)]
+        plain = [sb.materialize(model, draw=j) for j in range(3)]
         close(held, torch.stack([p(values) for p in plain]))
         close(
             model(values),
@@ -1473,7 +1477,7 @@ def test_held_masks_are_the_same_in_every_call(config: Any) -> None:
         config,
     )
     values = torch.randn(6, 4)
-    with torch.no_grad(), sb.frozen(model, draws=3):
+    with torch.no_grad(), sb.fixed_draws(model, 3):
         first = sb.sample(model, values)
         for _ in range(3):
             close(sb.sample(model, values), first)
@@ -1659,11 +1663,11 @@ def test_a_weight_that_is_used_transposed_is_used() -> None:
     model = converted(
         two(lambda m, x: m.b(torch.sin(x @ m.a.weight.T)), **parts)(), METHODS["rank1"]
     )
-    with sb.frozen(model, draws=2):
+    with sb.fixed_draws(model, 4):
         with pytest.warns(UserWarning, match="weight of a is used past"):
             outputs = sb.sample(model, torch.ones(3, 4))
         for j, one in enumerate(outputs):
-            close(one, sb.write_out(model, j)(torch.ones(3, 4)))
+            close(one, sb.materialize(model, draw=j)(torch.ones(3, 4)))
 
 
 # Sizes that nobody has seen -----------------------------------------------------------------------------------------
@@ -1692,12 +1696,10 @@ def test_a_batch_that_is_cut_only_when_it_is_large(
     torch.manual_seed(0)
     model = sb.bayesianize(Pieces(size, windows), METHODS[method]).eval()
     few, many = torch.randn(4, 4), torch.randn(32, 4)
-    with quietly(), sb.frozen(model, draws=8 // sb.members(model)):
-        assert_draws(
-            sb.sample(model, few), held(model, 8 // sb.members(model)), (few,), {}
-        )
-    with quietly(), sb.frozen(model, draws=2):
-        plains = held(model, 2)
+    with quietly(), sb.fixed_draws(model, 8):
+        assert_draws(sb.sample(model, few), held(model, 8), (few,), {})
+    with quietly(), sb.fixed_draws(model, 2 * sb.members(model)):
+        plains = held(model, 2 * sb.members(model))
         assert_rows_of_draws(model(few), [plain(few) for plain in plains], 0)
         assert_rows_of_draws(model(many), [plain(many) for plain in plains], 0)
 
@@ -1718,8 +1720,8 @@ def test_rows_are_looked_at_again_for_more_rows_even_of_fewer_numbers() -> None:
         net, sb.Rank1(members=2, draws="member", scale_init=0.3)
     ).eval()
     long, short = torch.randn(4, 100, 4), torch.randn(40, 2, 4)
-    with quietly(), sb.frozen(model, draws=1):
-        plains = held(model, 1)
+    with quietly(), sb.fixed_draws(model, 2):
+        plains = held(model)
         assert_draws(sb.sample(model, long), plains, (long,), {})
         assert_draws(sb.sample(model, short), plains, (short,), {})
 
@@ -1758,8 +1760,8 @@ def test_a_layer_that_sees_pairs_of_rows(method: str) -> None:
     )
     model, x = sb.bayesianize(net, METHODS[method]).eval(), torch.randn(2, 4)
     draws = 6 // sb.members(model)
-    with quietly(), sb.frozen(model, draws=draws):
-        assert_draws(sb.sample(model, x), held(model, draws), (x,), {})
+    with quietly(), sb.fixed_draws(model, 6):
+        assert_draws(sb.sample(model, x), held(model, 6), (x,), {})
     with quietly():
         torch.manual_seed(1)
         one_by_one = sb.sample(model, x, draws=draws, fold=False)
@@ -1793,8 +1795,8 @@ def test_rows_that_held_draws_cannot_share_evenly_lie_in_blocks() -> None:
         sb.bayesianize(mlp(), sb.Rank1(members=2, scale_init=0.5)),
         torch.randn(5, 4),
     )
-    with torch.no_grad(), sb.frozen(net):
-        alone = [sb.write_out(net, j)(x) for j in range(2)]
+    with torch.no_grad(), sb.fixed_draws(net):
+        alone = [sb.materialize(net, draw=j)(x) for j in range(2)]
         close(net(x), torch.cat([alone[0][:3], alone[1][3:]]))
 
 
@@ -1850,8 +1852,8 @@ def test_a_model_that_was_led_another_way_is_looked_at_again(way: str) -> None:
         )  # rows are apart, and draws fold
     assert said == []
     WAYS[way](model)
-    with torch.no_grad(), quietly() as said, sb.frozen(model):
-        assert_draws(sb.sample(model, x, *given), held(model, 1), (x, *given), {})
+    with torch.no_grad(), quietly() as said, sb.fixed_draws(model):
+        assert_draws(sb.sample(model, x, *given), held(model), (x, *given), {})
     assert len(said) == 1 and "draw by draw" in said[0]
 
 
@@ -1871,8 +1873,8 @@ def test_a_model_that_counts_its_calls_is_proven_a_few_times(
         assert len(proofs) == 8 and [
             len(known) for known in model._slimbayes_tree.layouts.values()
         ] == [8]
-        with sb.frozen(model):
-            assert_draws(sb.sample(model, x, 99), held(model, 1), (x, 99), {})
+        with sb.fixed_draws(model):
+            assert_draws(sb.sample(model, x, 99), held(model), (x, 99), {})
 
 
 def test_modes_beyond_those_that_are_proven_are_looked_at_now_and_then() -> None:
@@ -1883,8 +1885,8 @@ def test_modes_beyond_those_that_are_proven_are_looked_at_now_and_then() -> None
             model.mode, model.mixes = step, step > 9
             sb.sample(model, x)
         assert sum("looked again" in str(one.message) for one in said) == 1
-        with sb.frozen(model):
-            assert_draws(sb.sample(model, x), held(model, 1), (x,), {})
+        with sb.fixed_draws(model):
+            assert_draws(sb.sample(model, x), held(model), (x,), {})
 
 
 class Lazy(nn.Module):
@@ -1934,8 +1936,8 @@ class Lazy(nn.Module):
 @torch.no_grad()
 def test_steps_of_generators_and_coroutines_belong_to_one_draw(method: str) -> None:
     model, x = sb.bayesianize(Lazy(), METHODS[method]).eval(), torch.randn(8, 4)
-    with sb.frozen(model):
-        expected = [plain(x) for plain in held(model, 1)]
+    with sb.fixed_draws(model):
+        expected = [plain(x) for plain in held(model)]
     for _ in range(3):  # where the members begin is random
         steps = model.stream(x)
         assert next(steps).shape == (8, 6)
@@ -1948,8 +1950,8 @@ def test_steps_of_generators_and_coroutines_belong_to_one_draw(method: str) -> N
 @torch.no_grad()
 def test_steps_that_are_awaited_belong_to_one_draw(method: str) -> None:
     model, x = sb.bayesianize(Lazy(), METHODS[method]).eval(), torch.randn(8, 4)
-    with sb.frozen(model):
-        expected = [plain(x) for plain in held(model, 1)]
+    with sb.fixed_draws(model):
+        expected = [plain(x) for plain in held(model)]
 
     async def run(left: list[str]) -> list[Tensor]:
         whole, broken = model.stream_later(x, left), model.stream_later(x, left)
@@ -1996,8 +1998,8 @@ def test_a_compiled_model_that_changes_its_mode_has_the_layout_of_that_mode() ->
     compiled = torch.compile(model, backend="eager")
     compiled(x)
     model.train()
-    with sb.frozen(model):
-        expected = [plain(x) for plain in held(model, 1)]
+    with sb.fixed_draws(model):
+        expected = [plain(x) for plain in held(model)]
     with quietly():
         assert_rows_of_draws(compiled(x), expected, None)
         model.train()(x)
@@ -2035,11 +2037,13 @@ def test_transposed_convolutions_of_a_given_output_size(config: Any) -> None:
             return self.conv(x, output_size=[10])
 
     model, x = sb.bayesianize(Grows(), config), torch.randn(6, 3, 4)
-    with sb.frozen(model, draws=2):
-        expected = torch.stack([plain(x) for plain in held(model, 2)])
+    with sb.fixed_draws(model, 2 * sb.members(model)):
+        expected = torch.stack(
+            [plain(x) for plain in held(model, 2 * sb.members(model))]
+        )
         close(sb.sample(model, x), expected)
         close(sb.sample(model, x, fold=False), expected)
-        one = torch.stack([plain(x[0]) for plain in held(model, 2)])
+        one = torch.stack([plain(x[0]) for plain in held(model, 2 * sb.members(model))])
         close(
             sb.sample(model, x[0], fold=False), one
         )  # an input without a dimension for rows

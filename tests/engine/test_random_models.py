@@ -279,8 +279,8 @@ def check(program: Program, method: str) -> list[str]:
     model, x = built(program, method)
     draws = S // sb.members(model)
     with quietly() as said, torch.no_grad():
-        with sb.frozen(model, draws=draws):
-            expected = torch.stack([plain(x) for plain in held(model, draws)])
+        with sb.fixed_draws(model, S):
+            expected = torch.stack([plain(x) for plain in held(model, S)])
             assert_equal(sb.sample(model, x), expected, "held draws")
         torch.manual_seed(1)
         one_by_one = sb.sample(model, x, draws=draws, fold=False)

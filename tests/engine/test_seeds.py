@@ -1,4 +1,4 @@
-"""predict, sample and frozen are functions of model, inputs and seed: whatever the chunks, the batches, the number of
+"""predict, sample and fixed_draws are functions of model, inputs and seed: whatever the chunks, the batches, the number of
 draws and the process."""
 
 import os
@@ -113,11 +113,11 @@ def test_predict_is_a_function_of_model_inputs_and_seed(method: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_each_draw_is_one_function_for_all_rows(method: str) -> None:
-    """The one that frozen holds with that seed, and that write_out writes."""
+    """The one that fixed_draws holds with that seed, and that materialize copies."""
     model, x = net(method), rows()
     pred = sb.predict(model, x.repeat(2, 1), draws=3, seed=5)
     close(pred.samples[:, :N], pred.samples[:, N:])
-    with sb.frozen(model, draws=3, seed=5):
+    with sb.fixed_draws(model, 3 * sb.members(model), seed=5):
         close(sb.sample(model, x).softmax(-1).detach(), pred.samples[:, :N])
         close(sb.predict(model, x).samples, pred.samples[:, :N])
         if method not in (
@@ -126,7 +126,10 @@ def test_each_draw_is_one_function_for_all_rows(method: str) -> None:
             "channel-dropout",
             "member-norm",
         ):
-            close(sb.write_out(model, 2)(x).softmax(-1).detach(), pred.samples[2, :N])
+            close(
+                sb.materialize(model, draw=2)(x).softmax(-1).detach(),
+                pred.samples[2, :N],
+            )
 
 
 def test_prefixes_are_the_draws_of_predict() -> None:
@@ -156,7 +159,7 @@ def test_a_seed_leaves_torch_s_own_generator_alone() -> None:
     sb.predict(model, x)
     before = torch.get_rng_state()
     sb.predict(model, x, draws=3, seed=1), sb.sample(model, x, draws=3, seed=1)
-    with sb.frozen(model, seed=1):
+    with sb.fixed_draws(model, seed=1):
         sb.sample(model, x)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -207,9 +210,9 @@ def test_seeds_that_are_none_are_refused() -> None:
             match=r"seed must be a whole number, a torch\.Generator or None, got ",
         ):
             sb.predict(model, x, seed=seed)
-    with sb.frozen(model):
+    with sb.fixed_draws(model):
         for run in (sb.predict, sb.sample):
-            with pytest.raises(ValueError, match="give the seed to frozen"):
+            with pytest.raises(ValueError, match="give the seed to fixed_draws"):
                 run(model, x, seed=1)
 
 
@@ -352,13 +355,13 @@ FORKED: dict[str, Callable[[nn.Module], Any]] = {
     "predict": lambda model: sb.predict(model, rows(), draws=2).samples.tolist(),
     "sample": lambda model: sb.sample(model, rows()).tolist(),
     "bare": lambda model: model(rows()).tolist(),
-    "frozen": lambda model: with_frozen(model).tolist(),
+    "fixed": lambda model: with_fixed_draws(model).tolist(),
     "training": lambda model: model.train()(rows()).tolist(),
 }
 
 
-def with_frozen(model: nn.Module) -> Tensor:
-    with sb.frozen(model):
+def with_fixed_draws(model: nn.Module) -> Tensor:
+    with sb.fixed_draws(model):
         return sb.sample(model, rows())
 
 

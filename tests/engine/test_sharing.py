@@ -415,7 +415,7 @@ def test_windows_of_one_row_stay_together_where_rows_do_not_divide_evenly() -> N
         x = torch.randn(1, 1, 3).expand(
             3, 2, 3
         )  # all windows alike: outputs differ by their draw alone
-        with sb.frozen(net, draws=2 // sb.members(net)):
+        with sb.fixed_draws(net, 2):
             y = net(x)
         assert torch.equal(y[:, 0], y[:, 1])
         torch.testing.assert_close(y[0], y[1])

@@ -118,11 +118,11 @@ def test_one_layers_lines_meet_inputs_of_several_kinds(
     torch.testing.assert_close(
         folded, apart, **({"rtol": 0.05, "atol": 0.05} if autocast else {})
     )
-    with sb.frozen(net, draws=2):
+    with sb.fixed_draws(net, 2 * sb.members(net)):
         every = sb.sample(net, x)
         for j, out in enumerate(every):
             torch.testing.assert_close(
-                out, sb.write_out(net, j)(x), rtol=1e-4, atol=1e-5
+                out, sb.materialize(net, draw=j)(x), rtol=1e-4, atol=1e-5
             )
         torch.testing.assert_close(
             sb.sample(net, x[:4]), every[:, :4]
@@ -204,7 +204,7 @@ def test_held_draws_meet_no_rows_and_any_number_of_them() -> None:
     net = sb.bayesianize(
         nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), sb.Rank1(members=3)
     )
-    with sb.frozen(net, draws=2):
+    with sb.fixed_draws(net, 6):
         whole = torch.randn(12, 4)
         first = sb.sample(net, whole[:6])
         for rows in (0, 1, 5, 12):

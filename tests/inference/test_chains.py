@@ -295,7 +295,7 @@ def test_chains_start_where_a_converted_model_is() -> None:
     for p in posteriors_of(model):
         nn.init.normal_(p.bias)
     x = torch.randn(6, 4)
-    means = [sb.merge(model, k)(x) for k in range(2)]
+    means = [sb.materialize(model, member=k)(x) for k in range(2)]
     sb.sample_posterior(
         model, blobs(), "sgld", chains=4, draws=1, burn_in=0, thin=1, step_size=1e-9
     )

@@ -473,7 +473,7 @@ def test_a_fitted_model_is_an_ordinary_converted_one(tmp_path: Path) -> None:
     assert torch.equal(first.probs, second.probs) and bool((first.epistemic > 0).all())
     assert sb.kl(net).item() == pytest.approx(sb.kl(again).item())
     assert all(row.status == "converted" for row in sb.summary(net).rows)
-    assert torch.equal(sb.merge(net)(x), plain(x))
+    assert torch.equal(sb.materialize(net, member=0)(x), plain(x))
     assert torch.equal(sb.debayesianize(net)(x), plain(x))
 
 
@@ -500,12 +500,12 @@ def test_members_of_a_converted_model_keep_their_means() -> None:
     sb.bayesianize(net, sb.Rank1(members=3, mean_init=sb.Normal(1.0, 0.3)))
     for p in posteriors_of(net):
         nn.init.normal_(p.bias, std=0.1)
-    before = [sb.merge(net, k) for k in range(3)]
+    before = [sb.materialize(net, member=k) for k in range(3)]
     batches, x = [(x.float(), y) for x, y in data()], torch.randn(6, 4)
     fit = sb.laplace(net, batches)
     assert sb.members(net) == 3 and type(fit.model) is type(net) and fit.model is net
     for k in range(3):
-        torch.testing.assert_close(sb.merge(net, k)(x), before[k](x))
+        torch.testing.assert_close(sb.materialize(net, member=k)(x), before[k](x))
     # Each member has the curvature of the plain network that it is, which has factors of one.
     covariances = [p.covariance()[1] for p in posteriors_of(net)]
     scaled_by = [
@@ -538,7 +538,9 @@ def test_means_of_mean_field_weights_are_taken() -> None:
     )
     with pytest.raises(ValueError, match=r"has no mean that is one network"):
         sb.laplace(sb.bayesianize(mlp().float(), sb.Mixture(components=2)), batches)
-    with pytest.raises(ValueError, match=r"are no factors of its weight. Call merge"):
+    with pytest.raises(
+        ValueError, match=r"are no factors of its weight. Call materialize"
+    ):
         sb.laplace(
             sb.bayesianize(mlp().float(), sb.Rank1(perturbation="additive")), batches
         )
@@ -587,10 +589,10 @@ def test_large_layers_have_a_diagonal_and_say_so() -> None:
     )
     assert "independent" in sb.summary(net).rows[0].detail
     full = mlp()
-    full.load_state_dict(sb.merge(net).state_dict())
+    full.load_state_dict(sb.materialize(net, member=0).state_dict())
     sb.laplace(full, batches, prior=sb.Normal(0.0, 1.0))
     precision = full[0].posterior["weight"].covariance()[0].inverse().diagonal()
-    diagonal = copy.deepcopy(sb.merge(full))
+    diagonal = copy.deepcopy(sb.materialize(full, member=0))
     sb.laplace(diagonal, batches, prior=sb.Normal(0.0, 1.0), structure="diagonal")
     torch.testing.assert_close(
         diagonal[0].posterior["weight"].variances()[0], precision.reciprocal()
@@ -857,7 +859,7 @@ def test_where_data_tell_of_few_directions_those_are_kept(
         for m in (net, exact)
     )
     torch.testing.assert_close(linear, slow, rtol=2e-3, atol=2e-3)
-    with sb.frozen(net, 4000, seed=0):
+    with sb.fixed_draws(net, 4000 * sb.members(net), seed=0):
         drawn = few.values()
         own = torch.cat([drawn.r, drawn.s], 1)[::members].detach()
         want = few.covariance()[0].detach()
@@ -872,7 +874,7 @@ def test_where_data_tell_of_few_directions_those_are_kept(
     ) * 4
     assert "of 50 directions" in str(sb.summary(net))
     if members > 1:
-        sb.select(net, members=[1])
+        sb.keep_members(net, members=[1])
         assert (
             few.directions.shape[0] == 1
             and sb.predict(net, x, 3).probs.isfinite().all()

@@ -268,7 +268,7 @@ def test_a_held_pass_keeps_members() -> None:
     layer = made("2d").eval()
     nets = [one.eval() for one in separate(layer)]
     x = input_of("2d", 7)
-    with sb.frozen(layer, draws=2):
+    with sb.fixed_draws(layer, 6):
         torch.testing.assert_close(
             sb.sample(layer, x), torch.stack([one(x) for one in nets] * 2)
         )

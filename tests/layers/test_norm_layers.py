@@ -291,7 +291,7 @@ def test_a_single_vector_meets_held_draws(build: Any) -> None:
     plain = shaken(build())
     layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=3, jitter=0.5))
     x = torch.randn(plain.normalized_shape)
-    with sb.frozen(layer, draws=3):
+    with sb.fixed_draws(layer, 3):
         y = layer(x)
         torch.testing.assert_close(y, layer(x.unsqueeze(0))[0])
         torch.testing.assert_close(
@@ -914,11 +914,11 @@ def test_running_statistics_are_folded_into_the_scales_of_blocks(bias: bool) -> 
         for name in operations(lambda: sb.sample(layer, x, draws=2))
         if "batch_norm" in name
     ]
-    with sb.frozen(layer, draws=3):
+    with sb.fixed_draws(layer, 3):
         y = sb.sample(layer, x)
         for j in range(3):
             torch.testing.assert_close(
-                y[j], sb.write_out(layer, j).eval()(x), rtol=1e-4, atol=1e-5
+                y[j], sb.materialize(layer, draw=j).eval()(x), rtol=1e-4, atol=1e-5
             )
 
 
@@ -941,7 +941,7 @@ def test_a_large_mean_is_not_folded_in_half_precision() -> None:
 
 def test_folded_statistics_still_refuse_other_channels() -> None:
     layer = sb.bayesianize(nn.BatchNorm1d(C), sb.Mixture(components=3)).eval()
-    with pytest.raises(RuntimeError), sb.frozen(layer, draws=2):
+    with pytest.raises(RuntimeError), sb.fixed_draws(layer, 2):
         sb.sample(layer, torch.randn(LARGE, 1))
 
 
@@ -1009,8 +1009,8 @@ def test_each_draw_has_the_statistics_it_would_have_alone(config: sb.Config) -> 
     before = {name: t.clone() for name, t in net.state_dict().items()}
     fitted = sb.refresh_norms(net, DataLoader(x, 20), per="draw", draws=3, seed=5)
     found = sb.predict(fitted, x).samples
-    with sb.frozen(net, draws=3, seed=5):
-        alone = [sb.write_out(net, j) for j in range(3 * sb.members(net))]
+    with sb.fixed_draws(net, 3 * sb.members(net), seed=5):
+        alone = [sb.materialize(net, draw=j) for j in range(3 * sb.members(net))]
     for plain in alone:
         torch.optim.swa_utils.update_bn(DataLoader(x, 20), plain.eval())
     expected = torch.stack([plain.eval()(x).softmax(-1) for plain in alone])
@@ -1192,8 +1192,8 @@ def test_norms_are_known_by_what_they_do_whatever_their_scales_are_called() -> N
     draws = sb.sample(net, x, draws=6, seed=1)
     torch.testing.assert_close(draws, sb.sample(net, x, draws=6, seed=1, fold=False))
     assert float(draws.detach().std(0).max()) > 0.01
-    with sb.frozen(net, draws=1, seed=2):
-        torch.testing.assert_close(sb.write_out(net)(x), net(x))
+    with sb.fixed_draws(net, 1, seed=2):
+        torch.testing.assert_close(sb.materialize(net, draw=0)(x), net(x))
 
 
 def test_a_module_with_weights_inside_is_no_norm() -> None:

@@ -128,7 +128,7 @@ def test_pruned_weights_stay_and_the_kl_is_that_of_the_others(kind: str) -> None
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_log_ratios_of_held_draws_average_to_the_kl(kind: str) -> None:
     net = correlated(kind, nn.Linear(3, 2))
-    with sb.frozen(net, draws=4000), torch.no_grad():
+    with sb.fixed_draws(net, 4000), torch.no_grad():
         total = net.posterior["weight"].log_ratio()
     assert -total.mean().item() == pytest.approx(
         sb.kl(net).item(), abs=5 * total.std().item() / math.sqrt(4000)

@@ -516,7 +516,7 @@ def test_torchs_transformer_layers_drop_in_eval_mode_too(batch_first: bool) -> N
     with torch.no_grad():
         y = sb.sample(net, x, draws=6)
         assert len(y.flatten(1).round(decimals=4).unique(dim=0)) == 6
-        with sb.frozen(net, draws=2):
+        with sb.fixed_draws(net, 2):
             first = sb.sample(net, x)
             rows = x[:1] if batch_first else x[:, :1]
             part = first[:, :1] if batch_first else first[:, :, :1]
@@ -540,7 +540,7 @@ class Twice(nn.Module):
 def test_held_draws_drop_the_same_units_on_every_call() -> None:
     net = sb.bayesianize(Twice(), sb.MCDropout())
     x = torch.ones(4, 30)
-    with sb.frozen(net, draws=3):
+    with sb.fixed_draws(net, 3):
         first = sb.sample(net, x)
         assert torch.equal(sb.sample(net, x), first)
         assert torch.equal(sb.sample(net, x[:2]), first[:, :2])
@@ -551,7 +551,7 @@ def test_held_draws_drop_the_same_units_on_every_call() -> None:
     assert (first == first[:, :1]).all()  # a function: the same for all rows
     assert not torch.equal(first[:, :, 0], first[:, :, 1])  # but the two places differ
     assert len(first[:, 0].flatten(1).unique(dim=0)) == 3
-    with sb.frozen(net, draws=3):
+    with sb.fixed_draws(net, 3):
         assert not torch.equal(sb.sample(net, x), first)
     assert not torch.equal(sb.sample(net, x, draws=3), sb.sample(net, x, draws=3))
 
@@ -560,7 +560,7 @@ def test_held_draws_drop_the_same_units_on_every_call() -> None:
 def test_held_masks_have_the_layers_own_units(kind: type[nn.Module]) -> None:
     net = on(kind(0.5)).eval()
     x = torch.ones(SHAPES[kind])
-    with sb.frozen(net, draws=300):
+    with sb.fixed_draws(net, 300):
         y = sb.sample(net, x)
         assert torch.equal(sb.sample(net, x), y)
     assert (y == y[:, :1]).all()
@@ -573,7 +573,7 @@ def test_held_masks_have_the_layers_own_units(kind: type[nn.Module]) -> None:
 
 def test_held_masks_of_a_unit_do_not_depend_on_how_many_there_are() -> None:
     net = on(nn.Dropout(0.5))
-    with sb.frozen(net):
+    with sb.fixed_draws(net):
         first = net(torch.ones(4, 30))
         assert (first == first[:1]).all() and torch.equal(
             net(torch.ones(7, 30))[:4], first
@@ -587,7 +587,7 @@ def test_held_masks_of_a_unit_do_not_depend_on_how_many_there_are() -> None:
             and len(steps[0].unique(dim=0)) > 3
         )
     net = on(nn.Dropout2d(0.5))
-    with sb.frozen(net):  # whole channels: images of any size
+    with sb.fixed_draws(net):  # whole channels: images of any size
         small, large = net(torch.ones(2, 9, 4, 4)), net(torch.ones(2, 9, 8, 6))
     assert torch.equal(small[:, :, 0, 0], large[:, :, 7, 5])
 
@@ -603,7 +603,7 @@ def test_more_places_may_be_met_in_a_later_call() -> None:
 
     net = sb.bayesianize(Loop(), sb.MCDropout())
     x = torch.ones(2, 30)
-    with sb.frozen(net):
+    with sb.fixed_draws(net):
         short = sb.sample(net, x)
         net.steps = 4
         long = sb.sample(net, x)
@@ -658,7 +658,7 @@ def both_gradients(held: bool, looked_before: bool) -> list[Tensor]:
         if not held:
             sb.sample(net, x, draws=2).sum().backward()
             continue
-        with sb.frozen(net, draws=2):
+        with sb.fixed_draws(net, 2 * sb.members(net)):
             if looked_before:
                 with torch.no_grad():
                     sb.sample(net, x)
@@ -937,6 +937,6 @@ def test_berts_dropout_layers_are_turned_on_and_its_attention_dropout_is_reporte
     ):
         drawn = sb.sample(net, ids, draws=5).logits
     assert len(drawn.flatten(1).unique(dim=0)) == 5
-    with sb.frozen(net, draws=2):
+    with sb.fixed_draws(net, 2):
         first = sb.sample(net, ids).logits
         torch.testing.assert_close(sb.sample(net, ids[:2]).logits, first[:, :2])

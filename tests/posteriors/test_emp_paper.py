@@ -483,7 +483,7 @@ def test_a_component_of_probability_zero_is_never_picked(config: sb.Config) -> N
     posterior = layer.posterior["weight"]
     rare = torch.full((1, posterior.widths(False)[0]), 6.0, dtype=torch.float32)
     x = torch.eye(3, dtype=torch.float32)
-    with sb.frozen(layer):
+    with sb.fixed_draws(layer):
         posterior.current.noise[posterior.key] = posterior.noise._replace(block=rare)
         torch.testing.assert_close(
             sb.sample(layer, x)[0], F.linear(x, layer.weight, layer.bias)
@@ -1481,7 +1481,7 @@ def test_a_held_draw_is_one_network_for_every_row_and_call() -> None:
     net = patched(toy(), draws="example").eval()
     x = torch.randn(6, 3)
     _, outputs = outputs_of_every_pick(net, x)
-    with torch.no_grad(), sb.frozen(net, draws=4):
+    with torch.no_grad(), sb.fixed_draws(net, 4):
         y = sb.sample(net, x)
         assert all((outputs - one).abs().amax((1, 2)).min() < 1e-10 for one in y)
         torch.testing.assert_close(sb.sample(net, x[:2]), y[:, :2])

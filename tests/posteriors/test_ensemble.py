@@ -209,12 +209,12 @@ def test_rows_of_a_bare_call_are_shared_out_among_the_members(
     )
 
 
-def test_more_members_than_rows_and_rows_of_a_frozen_ensemble() -> None:
+def test_more_members_than_rows_and_rows_of_an_ensemble_with_fixed_draws() -> None:
     net = ensemble_of(mlp, members=5).eval()
     x = torch.randn(13, 3)
     alone = torch.stack([m(x) for m in nets_of(net)])
     assert net(x[:2]).shape == (2, 2)
-    with sb.frozen(net, draws=2):  # ten draws: two of each member
+    with sb.fixed_draws(net, 10):  # ten draws: two of each member
         torch.testing.assert_close(sb.sample(net, x), torch.cat([alone, alone]))
         y = net(x)
         member = torch.arange(13) * 10 // 13 % 5
@@ -1271,7 +1271,7 @@ def test_caches_of_a_language_model_hold_every_row_or_are_refused() -> None:
         sb.Ensemble(members=2, init="copies", jitter=0.5),
     ).eval()
     ids = torch.randint(20, (4, 5))
-    with torch.no_grad(), sb.frozen(net):
+    with torch.no_grad(), sb.fixed_draws(net):
         full = net(ids).logits[:, -1]
         try:
             cache = net(ids[:, :4]).past_key_values
@@ -1304,8 +1304,8 @@ def test_hooks_that_were_there_before_run_once_for_every_member(config: Any) -> 
         module.register_forward_pre_hook(lambda module, args: (args[0] + 1.0,))
         module.register_forward_hook(lambda module, args, out: out * 3.0)
     net, x = sb.bayesianize(net, config).eval(), torch.randn(5, 4)
-    with torch.no_grad(), sb.frozen(net):
-        wanted = torch.stack([sb.write_out(net, j)(x) for j in range(3)])
+    with torch.no_grad(), sb.fixed_draws(net):
+        wanted = torch.stack([sb.materialize(net, draw=j)(x) for j in range(3)])
         torch.testing.assert_close(sb.sample(net, x), wanted)
         torch.testing.assert_close(sb.sample(net, x, fold=False), wanted)
 
@@ -1370,8 +1370,8 @@ def test_tied_layers_are_not_copied_one_by_one() -> None:
     with pytest.raises(ValueError, match="untie"):
         sb.bayesianize(tied(), {".+": sb.Ensemble(members=2)}, strict=True)
     net = sb.bayesianize(tied(), sb.Ensemble(members=2))
-    with sb.frozen(net):
-        other = sb.write_out(net, 1)
+    with sb.fixed_draws(net):
+        other = sb.materialize(net, draw=1)
     assert other[0].weight is other[2].weight
 
 

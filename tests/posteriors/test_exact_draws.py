@@ -112,7 +112,7 @@ def test_too_many_networks_and_draws_that_cannot_be_counted_are_refused():
             draws="exact",
         )
     net = patched()
-    with sb.frozen(net), pytest.raises(ValueError, match="inside `frozen`"):
+    with sb.fixed_draws(net), pytest.raises(ValueError, match="inside `fixed_draws`"):
         sb.predict(net, x, draws="exact")
     with pytest.raises(ValueError, match="at least one draw.* or 'exact'"):
         sb.predict(net, x, draws="all")

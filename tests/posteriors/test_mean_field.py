@@ -133,7 +133,7 @@ def test_signs_of_all_layers_are_those_of_each() -> None:
     )
     posteriors = passes.posteriors_of(net)
     new = draw(posteriors, passes.Pass(1, 5))
-    passes.run(new, GaussianPosterior.realise_together, posteriors, new)
+    passes.run(new, GaussianPosterior.draw_together, posteriors, new)
     for p in posteriors:
         together = new.values.pop(p.key)
         alone = passes.run(new, p.values)

@@ -66,7 +66,7 @@ def test_two_methods_share_one_model(first: str, second: str, tmp_path: Path) ->
     assert float(sb.kl(net).detach()) == pytest.approx(apart, rel=1e-5)
     (sb.sample(net, x).square().mean() + sb.kl(net)).backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())
-    with sb.frozen(net, draws=2):
+    with sb.fixed_draws(net, 2 * sb.members(net)):
         torch.testing.assert_close(
             sb.sample(net, x)[:, :2], sb.sample(net, x[:2]), rtol=1e-4, atol=1e-5
         )

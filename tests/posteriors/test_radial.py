@@ -106,7 +106,7 @@ def test_the_page_on_adding_a_method_shows_this_file() -> None:
         part in "".join(shown)
         for part in (
             "class Radial(",
-            "def realise(",
+            "def draw(",
             "def kl(",
             "def direction_entropy(",
         )

@@ -248,7 +248,7 @@ def test_additive_factors_of_convolutions_cannot_be_written_out() -> None:
         ValueError,
         match="weight: additive factors do not shift a convolution's padding",
     ):
-        sb.merge(net)
+        sb.materialize(net, member=0)
 
 
 @pytest.mark.parametrize("draws", ["example", "member"])
@@ -316,7 +316,7 @@ def test_block_k_of_a_tiled_batch_belongs_to_member_k(
     x = torch.randn(
         3, *shape
     )  # as many rows as members: even the shapes cannot tell the two readings apart
-    with sb.frozen(net), torch.no_grad():
+    with sb.fixed_draws(net), torch.no_grad():
         rows = net(x.repeat(3, *[1] * len(shape)))
     alone = []
     for k in range(3):
@@ -694,7 +694,7 @@ def test_cauchy_factors_are_clipped_at_two_by_default_and_others_at_ten() -> Non
     net = sb.bayesianize(
         nn.Linear(50, 1), sb.Rank1(members=1, prior=sb.Cauchy(1.0, 5.0), scale_init=5.0)
     )
-    with sb.frozen(net, draws=20):
+    with sb.fixed_draws(net, 20):
         assert net.posterior["weight"].values().s.abs().max() == 2.0
 
 

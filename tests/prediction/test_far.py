@@ -118,7 +118,7 @@ def test_logits_of_classes_shrink_as_if_they_had_a_further_variance(
         sb.predict(net, x, draws=3, seed=0, likelihood=likelihood, far=f)
         for f in (None, near)
     )
-    with sb.frozen(net, draws=3, seed=0):
+    with sb.fixed_draws(net, 6, seed=0):
         z = sb.sample(net, x).double()
     z = z if likelihood == "categorical" else torch.cat([-z / 2, z / 2], -1)
     z = z - z.mean(-1, keepdim=True)
@@ -327,7 +327,7 @@ def test_pictures_are_told_apart_by_what_reaches_the_last_layer(config: Any) -> 
     pred = sb.predict(net, torch.cat([x[:5], 20 * x[:5]]), draws=2, far=near)
     assert float(pred.distance[:5].max()) < 0.5 < 0.99 < float(pred.distance[5:].min())
     assert not net._forward_pre_hooks and not net[4]._forward_pre_hooks
-    with pytest.raises(ValueError, match="outside `frozen`"), sb.frozen(net):
+    with pytest.raises(ValueError, match="outside `fixed_draws`"), sb.fixed_draws(net):
         sb.predict(net, x, far=near)
     named = sb.far(net, [(x, torch.arange(50) % C)], at="4")
     torch.testing.assert_close(
@@ -380,7 +380,7 @@ def test_what_far_cannot_use_is_refused_in_words() -> None:
 def test_the_mean_is_the_plain_network(config: Any) -> None:
     plain = nn.Sequential(nn.Linear(P, 8), nn.Dropout(0.5), nn.Linear(8, C)).eval()
     net = sb.bayesianize(copy.deepcopy(plain), config)
-    with sb.mean(net):
+    with sb.fixed_draws(net, "mean"):
         torch.testing.assert_close(net(rows()), plain(rows()))
         pred = sb.predict(net, rows())
     assert pred.count == 1
@@ -393,11 +393,11 @@ def test_the_mean_of_members_is_each_members_own_and_has_no_noise() -> None:
         sb.Rank1(members=3, mean_init=sb.Normal(1.0, 0.5), scale_init=0.3),
     )
     posterior: Any = net.posterior["weight"]
-    with sb.mean(net):
+    with sb.fixed_draws(net, "mean"):
         a, b = sb.sample(net, rows()), sb.sample(net, rows())
         with (
-            pytest.raises(ValueError, match="cannot run inside frozen, another mean"),
-            sb.mean(net),
+            pytest.raises(ValueError, match="cannot run inside another fixed_draws"),
+            sb.fixed_draws(net, "mean"),
         ):
             pass
     assert a.shape == (3, N, C) and torch.equal(a, b)
@@ -413,7 +413,7 @@ def test_the_mean_of_members_is_each_members_own_and_has_no_noise() -> None:
         pytest.raises(
             ValueError, match="0.weight: a pick among 3 components has no mean"
         ),
-        sb.mean(patched),
+        sb.fixed_draws(patched, "mean"),
     ):
         pass
 

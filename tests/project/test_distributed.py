@@ -325,7 +325,7 @@ def fsdp_predict(rank: int, folder: Path) -> Result:
     x = batch(rank)[0]
     torch.manual_seed(1)
     pred = sb.predict(net, x, draws=2)
-    with torch.no_grad(), sb.frozen(net):
+    with torch.no_grad(), sb.fixed_draws(net):
         held = torch.equal(sb.sample(net, x), sb.sample(net, x))
     return {"samples": pred.samples, "held": held}
 

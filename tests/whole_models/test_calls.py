@@ -88,8 +88,8 @@ def test_layers_that_are_parametrised_after_their_conversion_become_plain_again(
         torch.manual_seed(0)
         norm(model[0])
         model.eval()
-    with sb.frozen(net, draws=2):
-        torch.testing.assert_close(sb.write_out(net, 1)(X), sb.sample(net, X)[1])
+    with sb.fixed_draws(net, 2):
+        torch.testing.assert_close(sb.materialize(net, draw=1)(X), sb.sample(net, X)[1])
     plain = sb.debayesianize(net)
     assert parametrize.is_parametrized(plain[0], "weight") and not sb.kl(plain)
     torch.testing.assert_close(plain(X), same(X), rtol=0, atol=0)
@@ -100,7 +100,7 @@ def test_probabilities_are_no_logits(end: nn.Module, tmp_path: Path) -> None:
     net = sb.bayesianize(nn.Sequential(*mlp(), end), sb.Rank1(members=2))
     labels = torch.tensor([0, 1, 2, 0, 1, 2])
     if isinstance(end, nn.LogSoftmax):  # logarithms of probabilities are logits
-        with sb.frozen(net, draws=1, seed=0):
+        with sb.fixed_draws(net, 2, seed=0):
             outputs = sb.sample(net, X)
         torch.testing.assert_close(sb.predict(net, X, seed=0).samples, outputs.exp())
         return
@@ -150,10 +150,10 @@ def test_models_whose_state_is_more_than_tensors(config: Any, tmp_path: Path) ->
         torch.testing.assert_close(
             sb.sample(again, X, seed=0), sb.sample(net, X, seed=0), rtol=0, atol=0
         )
-    with sb.mean(net):
+    with sb.fixed_draws(net, "mean"):
         of_one = sb.sample(net, X)[1]
-    torch.testing.assert_close(sb.merge(net, 1)(X), of_one)
-    assert sb.merge(net, "mean")(X).shape == (6, 3)
+    torch.testing.assert_close(sb.materialize(net, member=1)(X), of_one)
+    assert sb.materialize(net, member="mean")(X).shape == (6, 3)
 
 
 class Fourier(nn.Module):
@@ -179,8 +179,10 @@ def test_members_that_differ_past_their_state(functions: Any, tmp_path: Path) ->
     with pytest.warns(sb.SlimbayesWarning, match="differs between members"):
         sb.save(net, tmp_path / "all")
     with pytest.raises(ValueError, match="Members differ in"):
-        sb.select(net, [1, 0])
-    torch.testing.assert_close(sb.sample(sb.select(net, [0, 2]), X), wanted[[0, 2]])
+        sb.keep_members(net, [1, 0])
+    torch.testing.assert_close(
+        sb.sample(sb.keep_members(net, [0, 2]), X), wanted[[0, 2]]
+    )
 
 
 class Overwrites(nn.Module):
@@ -206,10 +208,10 @@ class Overwrites(nn.Module):
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_models_that_write_into_their_inputs(config: Any, mixes: bool) -> None:
     net, given = sb.bayesianize(Overwrites(mixes), config).eval(), {"x": X.clone()}
-    with sb.frozen(net, draws=4, seed=0):
+    with sb.fixed_draws(net, 4 * sb.members(net), seed=0):
         total = 1 if isinstance(config, sb.Deterministic) else 4 * sb.members(net)
         wanted = torch.stack(
-            [sb.write_out(net, j)({"x": X.clone()}) for j in range(total)]
+            [sb.materialize(net, draw=j)({"x": X.clone()}) for j in range(total)]
         )
         for fold in (False, "auto"):
             torch.testing.assert_close(sb.sample(net, given, fold=fold)[:total], wanted)
@@ -233,10 +235,10 @@ def test_draws_begin_with_the_same_cache() -> None:
     words = torch.randint(0, 20, (3, 5))
     cache = plain(words[:, :3], use_cache=True).past_key_values  # with gradients
     net = sb.bayesianize(copy.deepcopy(plain), sb.MeanField(scale_init=0.2)).eval()
-    with sb.frozen(net, draws=3), torch.no_grad():
+    with sb.fixed_draws(net, 3), torch.no_grad():
         caches = [plain(words[:, :3], use_cache=True).past_key_values for _ in range(3)]
         wanted = [
-            sb.write_out(net, j)(words[:, 3:], past_key_values=caches[j]).logits
+            sb.materialize(net, draw=j)(words[:, 3:], past_key_values=caches[j]).logits
             for j in range(3)
         ]
         for fold in (False, "auto"):
@@ -268,8 +270,8 @@ def test_rows_that_draws_keep_are_never_mixed_up(seed: int, bias: float) -> None
         torch.randn(7, 4),
     )
     for x in (many[:6], many):
-        with sb.frozen(net, draws=3, seed=seed):
-            wanted = [sb.write_out(net, j)(x) for j in range(3)]
+        with sb.fixed_draws(net, 3, seed=seed):
+            wanted = [sb.materialize(net, draw=j)(x) for j in range(3)]
             if len({len(kept) for kept in wanted}) > 1:
                 with pytest.raises(ValueError, match="different shapes"):
                     sb.sample(net, x)
@@ -316,7 +318,7 @@ def by_member(outputs: Tensor, every: Tensor) -> list[int]:
 )
 def test_methods_share_rows_out_among_held_draws(config: Any) -> None:
     net = sb.bayesianize(Agent(), config)
-    with sb.frozen(net, draws=1):
+    with sb.fixed_draws(net, 3):
         every = sb.sample(net, X)
         scores, values = net.act(X)
     assert by_member(scores, every) == [0, 0, 1, 1, 2, 2]
@@ -338,8 +340,8 @@ class Uses(nn.Module):
 def test_methods_of_a_copied_part_are_those_of_its_members() -> None:
     net = Uses().eval()
     sb.bayesianize(net.agent, sb.Ensemble(members=3))
-    with sb.frozen(net):
-        wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
+    with sb.fixed_draws(net):
+        wanted = torch.stack([sb.materialize(net, draw=j)(X) for j in range(3)])
     for fold in ("auto", False):
         torch.testing.assert_close(sb.sample(net, X, fold=fold), wanted)
     assert wanted.std(0).min() > 0
@@ -353,7 +355,7 @@ def test_parts_called_one_after_another_are_told_of_their_members() -> None:
         sb.SlimbayesWarning, match="head.* is called by itself after another part"
     ):
         features(X)
-    with sb.frozen(net):
+    with sb.fixed_draws(net):
         assert by_member(features(X), sb.sample(net, X)) == [0, 0, 1, 1, 2, 2]
 
 
@@ -393,9 +395,12 @@ class Messages(nn.Module):
 )
 def test_inputs_that_are_objects_of_somebody(config: Any) -> None:
     net, graph = sb.bayesianize(Messages(), config).eval(), Graph()
-    with sb.frozen(net, draws=3, seed=0), torch.no_grad():
+    with sb.fixed_draws(net, 3 * sb.members(net), seed=0), torch.no_grad():
         wanted = torch.stack(
-            [sb.write_out(net, j)(copy.copy(graph)) for j in range(3 * sb.members(net))]
+            [
+                sb.materialize(net, draw=j)(copy.copy(graph))
+                for j in range(3 * sb.members(net))
+            ]
         )
         torch.testing.assert_close(sb.sample(net, graph), wanted)
     torch.testing.assert_close(

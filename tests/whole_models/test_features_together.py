@@ -45,16 +45,19 @@ def mlp() -> nn.Module:
 
 def test_merge_mean_of_tied_layers() -> None:
     net = moved(sb.bayesianize(Tied(), sb.BatchEnsemble(members=3)))
-    every = [sb.merge(net, k).a.weight for k in range(3)]
+    every = [sb.materialize(net, member=k).a.weight for k in range(3)]
     torch.testing.assert_close(
-        sb.merge(net, "mean").a.weight, torch.stack(every).mean(0).requires_grad_()
+        sb.materialize(net, member="mean").a.weight,
+        torch.stack(every).mean(0).requires_grad_(),
     )
 
 
 def test_select_tied_layers_with_biases_of_their_own() -> None:
     net = moved(sb.bayesianize(Tied(), sb.BatchEnsemble(members=3)))
     before = sb.sample(net, X)
-    torch.testing.assert_close(sb.sample(sb.select(net, [2, 1]), X), before[[2, 1]])
+    torch.testing.assert_close(
+        sb.sample(sb.keep_members(net, [2, 1]), X), before[[2, 1]]
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,14 +72,14 @@ def test_select_tied_layers_with_biases_of_their_own() -> None:
 )
 def test_held_draws_have_gradients_and_follow_parameters(config: Any) -> None:
     net = sb.bayesianize(nn.Linear(4, 3), config)
-    with sb.frozen(net, 2, seed=0):
+    with sb.fixed_draws(net, 2 * sb.members(net), seed=0):
         with torch.no_grad():
             sb.sample(net, X)
         sb.sample(net, X).square().sum().backward()
         assert all(p.grad is not None for p in net.parameters())
         moved(net)
         held = sb.sample(net, X)
-    with sb.frozen(net, 2, seed=0):
+    with sb.fixed_draws(net, 2 * sb.members(net), seed=0):
         torch.testing.assert_close(held, sb.sample(net, X))
 
 
@@ -172,11 +175,11 @@ def test_a_tied_embedding_shares_no_factors(config: Any, width: Any) -> None:
         moved(sb.bayesianize(Words(), config, include=["e", "m", "f"])),
         torch.randint(7, (6, 3)),
     )
-    with sb.frozen(net, 1, seed=0):
+    with sb.fixed_draws(net, seed=0):
         out = sb.sample(net, x)
         for j in range(len(out)):
             torch.testing.assert_close(
-                sb.write_out(net, j)(x), out[j], atol=1e-5, rtol=1e-5
+                sb.materialize(net, draw=j)(x), out[j], atol=1e-5, rtol=1e-5
             )
     assert "inputs for outputs" in str(sb.summary(net))
     with pytest.raises(ValueError, match="inputs for outputs"):
@@ -190,7 +193,7 @@ def test_a_flow_has_no_mean_at_hand() -> None:
             sb.FlowPatch(),
         )
     )
-    with pytest.raises(ValueError, match="average draws"), sb.mean(net):
+    with pytest.raises(ValueError, match="average draws"), sb.fixed_draws(net, "mean"):
         pass
 
 

@@ -20,7 +20,6 @@ from oracle import (
     draws_of_rows,
     held,
     quietly,
-    write_out,
 )
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -66,9 +65,9 @@ def in_words(error: Exception, *words: str) -> None:
 
 
 @torch.no_grad()
-def check_all(model: Any, x: Tensor, draws: int = 1) -> None:
+def check_all(model: Any, x: Tensor, draws: int | None = None) -> None:
     """Sample, predict and bare calls of a model in eval mode agree with its written-out draws."""
-    with quietly(), sb.frozen(model, draws=draws):
+    with quietly(), sb.fixed_draws(model, draws):
         plains = held(model, draws)
         assert_draws(sb.sample(model, x), plains, (x,), {})
         assert_draws(
@@ -182,12 +181,12 @@ def test_frozen_parameters_stay_drawn() -> None:
 def test_deep_copies_are_models_of_their_own() -> None:
     model, x = net(RANDOM), torch.randn(6, 4)
     model(x)
-    with sb.frozen(model):
+    with sb.fixed_draws(model):
         twin = copy.deepcopy(model)
         inside = sb.sample(model, x)
         check_all(
             twin, x
-        )  # it holds no draws of the first, and its own frozen does not disturb them
+        )  # it holds no draws of the first, and its own fixed_draws does not disturb them
         assert_equal(sb.sample(model, x), inside)
     with torch.no_grad():
         twin[0].weight.zero_()
@@ -229,7 +228,7 @@ def test_threads_hold_draws_of_their_own() -> None:
 
     def serve(_: int) -> Tensor:
         start.wait()
-        with torch.no_grad(), sb.frozen(model, draws=2):
+        with torch.no_grad(), sb.fixed_draws(model, 4):
             first = sb.sample(model, x)
             for _ in range(10):
                 assert_equal(sb.sample(model, x), first)
@@ -255,7 +254,7 @@ class Interrupting(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "call", ["bare", "sample", "sample-loop", "predict", "frozen", "part"]
+    "call", ["bare", "sample", "sample-loop", "predict", "fixed", "part"]
 )
 def test_an_interrupted_call_leaves_nothing_open(call: str) -> None:
     model, x = (
@@ -272,10 +271,10 @@ def test_an_interrupted_call_leaves_nothing_open(call: str) -> None:
     }
 
     def under_held_draws() -> None:
-        with sb.frozen(model, draws=2):
+        with sb.fixed_draws(model, 4):
             sb.sample(model, x)
 
-    calls["frozen"] = under_held_draws
+    calls["fixed"] = under_held_draws
     Interrupting.armed = True
     with pytest.raises(KeyboardInterrupt):
         calls[call]()
@@ -308,7 +307,7 @@ def test_a_backward_pass_in_between_keeps_held_draws() -> None:
     model, x = net(RANDOM), torch.randn(6, 4)
     outputs = model(x)
     sampled = sb.sample(model, x)
-    with sb.frozen(model):
+    with sb.fixed_draws(model):
         before = sb.sample(model, x)
         outputs.sum().backward()
         assert_equal(sb.sample(model, x), before)
@@ -373,8 +372,8 @@ class Encoder(nn.Module):
 def test_a_submodule_on_its_own_gives_each_row_one_member(method: str) -> None:
     config = MEMBERS if method == "batch-ensemble" else {".+": METHODS["ensemble"]}
     model, x = sb.bayesianize(Encoder(), config).eval(), torch.randn(7, 4)
-    with sb.frozen(model):
-        plains = [write_out(model, j) for j in range(2)]
+    with sb.fixed_draws(model):
+        plains = [sb.materialize(model, draw=j) for j in range(2)]
     calls: dict[str, Callable[[Any], Tensor]] = {
         "backbone": lambda m: m.backbone(x),
         "encode": lambda m: m.encode(x),
@@ -389,10 +388,10 @@ def test_a_submodule_on_its_own_gives_each_row_one_member(method: str) -> None:
 
 
 @torch.no_grad()
-def test_sample_predict_and_frozen_work_on_submodules() -> None:
+def test_sample_predict_and_fixed_draws_work_on_submodules() -> None:
     model, x = sb.bayesianize(Encoder(), MEMBERS).eval(), torch.randn(7, 4)
-    with sb.frozen(model):
-        plains = [write_out(model, j) for j in range(2)]
+    with sb.fixed_draws(model):
+        plains = [sb.materialize(model, draw=j) for j in range(2)]
         wanted = torch.stack([plain.backbone(x) for plain in plains])  # type: ignore[operator]
         assert_equal(sb.sample(model.backbone, x), wanted)
         assert_equal(
@@ -404,9 +403,9 @@ def test_sample_predict_and_frozen_work_on_submodules() -> None:
         )  # type: ignore[operator]
     assert_equal(sb.sample(model.backbone, x), wanted)
     assert_equal(sb.predict(model.backbone, x, likelihood="gaussian").samples, wanted)
-    with sb.frozen(model.backbone):
+    with sb.fixed_draws(model.backbone):
         assert_equal(sb.sample(model.backbone, x), wanted)
-        assert_equal(write_out(model.backbone, 1)(x), wanted[1])
+        assert_equal(sb.materialize(model.backbone, draw=1)(x), wanted[1])
     assert sb.members(model.backbone) == 2
 
 
@@ -441,8 +440,8 @@ def test_generate_holds_one_draw_for_each_sequence(
         "do_sample": False,
         "attention_mask": torch.ones_like(prompt),
     } | options
-    with quietly(), sb.frozen(model):
-        plains = [write_out(model, j) for j in range(2)]
+    with quietly(), sb.fixed_draws(model):
+        plains = [sb.materialize(model, draw=j) for j in range(2)]
     texts = [plain.generate(prompt, **options) for plain in plains]  # type: ignore[operator]
     assert not torch.equal(texts[0], texts[1]), (
         "the members say the same: the test shows nothing"
@@ -474,7 +473,7 @@ def test_generate_draws_afresh_for_each_call() -> None:
             for _ in range(5)
         }
         assert len(texts) > 1
-        with sb.frozen(model):
+        with sb.fixed_draws(model):
             assert (
                 len(
                     {
@@ -519,7 +518,7 @@ class Past(nn.Module):
 )
 def test_weights_used_past_the_forward_are_drawn(method: str) -> None:
     model, x = sb.bayesianize(Past(), METHODS[method]).eval(), torch.randn(6, 4)
-    check_all(model, x, draws=2)
+    check_all(model, x, draws=4)
     outputs = (
         sb.sample(model, x, draws=2)
         if method != "batch-ensemble"
@@ -540,7 +539,7 @@ def test_a_forward_of_the_instance_is_run_with_drawn_weights(method: str) -> Non
     for layer in (model[0], model[4]):
         hooks.add_hook_to_module(layer, hooks.ModelHook())
     sb.bayesianize(model, METHODS[method]).eval()
-    check_all(model, x, draws=2)
+    check_all(model, x, draws=4)
     assert spread(sb.sample(model, x, draws=2)) > 1e-2
 
 
@@ -561,7 +560,7 @@ def test_subclasses_of_encoder_layers_draw_in_eval(method: str, stacked: bool) -
     ).eval()
     x = torch.randn(3, 5, 8)
     assert spread(sb.sample(model, x, draws=2)) > 1e-2
-    check_all(model, x, draws=2)
+    check_all(model, x, draws=4)
 
 
 class Tied(nn.Module):
@@ -595,8 +594,8 @@ def test_tied_weights_have_one_posterior_one_draw_and_one_kl(method: str) -> Non
     assert count[0] == count[1]
     assert model.out.weight is model.table.weight
     check_all(model, ids, draws=3)
-    with sb.frozen(model, draws=3):
-        plain = write_out(model, 1)
+    with sb.fixed_draws(model, 3):
+        plain = sb.materialize(model, draw=1)
         assert plain.out.weight is plain.table.weight
     assert sb.debayesianize(model).out.weight is model.table.weight
 
@@ -627,7 +626,7 @@ def test_padding_vectors_stay_zero(method: str) -> None:
     outputs = sb.sample(model, ids, draws=3)
     assert float(outputs[:, ids == 2].detach().abs().max()) == 0
     assert float(model(ids)[ids == 2].detach().abs().max()) == 0
-    check_all(model, ids, draws=2)
+    check_all(model, ids, draws=4)
 
 
 def test_padding_adds_nothing_to_the_kl() -> None:
@@ -659,16 +658,16 @@ def test_pruned_weights_stay_zero(method: str) -> None:
         model(x)
     gone = model[0].weight_mask == 0
     sb.bayesianize(model, METHODS[method])
-    with torch.no_grad(), sb.frozen(model, draws=2):
-        for plain in held(model, 2):
+    with torch.no_grad(), sb.fixed_draws(model, 2 * sb.members(model)):
+        for plain in held(model, 2 * sb.members(model)):
             plain(x)
             assert float(plain[0].weight[gone].abs().max()) == 0  # type: ignore[index]
-    check_all(model, x, draws=2)
+    check_all(model, x, draws=4)
     # An input that only pruned weights would have carried changes nothing.
     prune.custom_from_mask(
         model[0], "weight", (torch.arange(4) > 0).float().expand(8, 4)
     )
-    with torch.no_grad(), quietly(), sb.frozen(model, draws=2):
+    with torch.no_grad(), quietly(), sb.fixed_draws(model, 2 * sb.members(model)):
         moved = x + torch.tensor([5.0, 0, 0, 0])
         assert_equal(sb.sample(model, moved), sb.sample(model, x))
 
@@ -761,7 +760,7 @@ def _rich() -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "method"),
-    each(["bare", "sample", "sample-loop", "frozen", "predict"], METHODS),
+    each(["bare", "sample", "sample-loop", "fixed", "predict"], METHODS),
 )
 @torch.no_grad()
 def test_an_empty_batch_gives_empty_outputs_or_words(method: str, call: str) -> None:
@@ -775,8 +774,8 @@ def test_an_empty_batch_gives_empty_outputs_or_words(method: str, call: str) -> 
                 assert sb.sample(model, x).shape == (count, 0, 3)
             elif call == "sample-loop":
                 assert sb.sample(model, x, fold=False).shape == (count, 0, 3)
-            elif call == "frozen":
-                with sb.frozen(model):
+            elif call == "fixed":
+                with sb.fixed_draws(model):
                     assert sb.sample(model, x).shape == (count, 0, 3)
             else:
                 assert sb.predict(model, x).probs.shape == (0, 3)
@@ -807,8 +806,8 @@ def test_packed_sequences_are_predicted(method: str) -> None:
         batch_first=True,
         enforce_sorted=False,
     )
-    with quietly(), sb.frozen(model, draws=2):
-        plains = held(model, 2)
+    with quietly(), sb.fixed_draws(model, 2 * sb.members(model)):
+        plains = held(model, 2 * sb.members(model))
         assert_draws(sb.sample(model, packed), plains, (packed,), {})
         assert_draws(
             sb.predict(model, packed, likelihood="gaussian").samples,
@@ -853,8 +852,8 @@ def test_functional_call_takes_detached_parameters(method: str) -> None:
 @torch.no_grad()
 def test_vmap_runs_over_an_ensemble() -> None:
     model, xs = net(METHODS["ensemble"]), torch.randn(5, 4, 4)
-    with sb.frozen(model):
-        plains = [write_out(model, j) for j in range(2)]
+    with sb.fixed_draws(model):
+        plains = [sb.materialize(model, draw=j) for j in range(2)]
     outputs = torch.vmap(lambda x: model(x), randomness="different")(xs)
     for x, output in zip(xs, outputs):
         assert all(draws_of_rows(output, [plain(x) for plain in plains], 0))
@@ -968,7 +967,7 @@ def test_normalised_weights_are_drawn(method: str, kind: str, style: str) -> Non
         model(
             x
         )  # leaves computed weights without a graph, so that the model can be copied
-        check_all(model, x, draws=2)
+        check_all(model, x, draws=4)
         assert_equal(sb.debayesianize(model)(x), plain)
 
 
@@ -1064,8 +1063,8 @@ def test_export_with_a_dynamic_batch(method: str, images: int) -> None:
 def test_an_exported_ensemble_gives_each_row_one_member() -> None:
     for method in ("ensemble", "batch-ensemble"):
         model = net(METHODS[method])
-        with sb.frozen(model):
-            plains = [write_out(model, j) for j in range(2)]
+        with sb.fixed_draws(model):
+            plains = [sb.materialize(model, draw=j) for j in range(2)]
         model(torch.randn(6, 4))
         exported = torch.export.export(
             model,

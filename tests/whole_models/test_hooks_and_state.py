@@ -98,11 +98,11 @@ def test_bounds_of_a_drawn_weight_that_a_layer_keeps_itself_are_those_of_each_dr
     config: Any,
 ) -> None:
     net = sb.bayesianize(nn.Sequential(nn.Linear(4, 4), Bounded(4, 3)), config)
-    with sb.frozen(net, draws=2), torch.no_grad():
+    with sb.fixed_draws(net, 2 * sb.members(net)), torch.no_grad():
         for x in (X, X + 1):
             assert_draws(
                 sb.sample(net, x),
-                [sb.write_out(net, j) for j in range(2 * sb.members(net))],
+                [sb.materialize(net, draw=j) for j in range(2 * sb.members(net))],
                 (x,),
                 {},
             )
@@ -135,7 +135,7 @@ class Speaks(nn.Module):
         return (
             sb.sample(self, x),
             sb.predict(self, x, likelihood="gaussian").samples,
-            sb.write_out(self, 1)(x),
+            sb.materialize(self, draw=1)(x),
         )
 
 
@@ -149,8 +149,10 @@ MEMBERS = [
 @torch.no_grad()
 def test_beams_of_a_sequence_have_one_of_the_draws_that_are_held(config: Any) -> None:
     net = sb.bayesianize(Speaks(), config)
-    with sb.frozen(net):
-        wanted = torch.stack([sb.write_out(net, j).generate(X) for j in range(2)])
+    with sb.fixed_draws(net):
+        wanted = torch.stack(
+            [sb.materialize(net, draw=j).generate(X) for j in range(2)]
+        )
         found = net.generate(X)
         near = (found - wanted).abs().amax(-1) < 1e-5
         assert near.any(0).all() and (near.sum(1) > 0).all()
@@ -162,12 +164,12 @@ def test_methods_that_mix_held_draws_are_told_and_what_they_ask_for_is_held(
     config: Any,
 ) -> None:
     net = sb.bayesianize(Speaks(), config)
-    with sb.frozen(net):
+    with sb.fixed_draws(net):
         with pytest.warns(
             sb.SlimbayesWarning, match="calls its parts with 5 and 15 rows"
         ):
             net.several(X)
-        plains = [sb.write_out(net, j) for j in range(2)]
+        plains = [sb.materialize(net, draw=j) for j in range(2)]
         sampled, predicted, plain = net.drawn(X)
         for found in (sampled, predicted):
             assert_draws(found, plains, (X,), {})
@@ -256,15 +258,15 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("config", [*MEMBERS, sb.MeanField(), sb.DropConnect()])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("fixed", [False, True])
 @torch.no_grad()
 def test_methods_that_compute_with_weights_which_are_no_draws_are_told(
-    config: Any, frozen: bool
+    config: Any, fixed: bool
 ) -> None:
     net = sb.bayesianize(Tied(), config)
     net.start(torch.randn(8, 4))
     assert torch.equal(net.size(), net.layer.weight.norm())
-    with sb.frozen(net) if frozen else contextlib.nullcontext():
+    with sb.fixed_draws(net) if fixed else contextlib.nullcontext():
         z = net.encode(X)
         with pytest.warns(
             sb.SlimbayesWarning,
@@ -342,8 +344,8 @@ def test_what_draws_keep_in_objects_is_kept_apart(
     config: Any, make: Any, cls: Any
 ) -> None:
     net = sb.bayesianize(cls(make()), config).eval()
-    with sb.frozen(net):
-        plains = [sb.write_out(net, j) for j in range(sb.members(net))]
+    with sb.fixed_draws(net):
+        plains = [sb.materialize(net, draw=j) for j in range(sb.members(net))]
         for x in (X, X + 1, X - 1):
             torch.testing.assert_close(
                 sb.sample(net, x), torch.stack([plain(x) for plain in plains])
@@ -361,8 +363,8 @@ def test_what_was_computed_from_drawn_weights_is_not_kept_in_objects(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = sb.predict(net, X, draws=2, likelihood="gaussian", seed=1).samples
-    with sb.frozen(net, draws=2, seed=1):
-        plains = [sb.write_out(net, j) for j in range(2 * sb.members(net))]
+    with sb.fixed_draws(net, 2 * sb.members(net), seed=1):
+        plains = [sb.materialize(net, draw=j) for j in range(2 * sb.members(net))]
     torch.testing.assert_close(found, torch.stack([plain(X) for plain in plains]))
 
 
@@ -393,8 +395,8 @@ def test_what_draws_keep_in_modules_of_torch_is_kept_apart(
     config: Any, place: str
 ) -> None:
     net = sb.bayesianize(Leaves(place), config).eval()
-    with sb.frozen(net):
-        plains = [sb.write_out(net, j) for j in range(sb.members(net))]
+    with sb.fixed_draws(net):
+        plains = [sb.materialize(net, draw=j) for j in range(sb.members(net))]
         for x in (X, X + 1, X - 1):
             torch.testing.assert_close(
                 sb.sample(net, x), torch.stack([plain(x) for plain in plains])
@@ -431,8 +433,8 @@ def test_methods_that_remember_what_they_returned_work_it_out_for_each_draw(
     sb.bayesianize(net, config)
     for seed in (1, 2):
         net(x)
-        with sb.frozen(net, draws=2, seed=seed):
-            plains = [sb.write_out(net, j) for j in range(2 * sb.members(net))]
+        with sb.fixed_draws(net, 2 * sb.members(net), seed=seed):
+            plains = [sb.materialize(net, draw=j) for j in range(2 * sb.members(net))]
         wanted = torch.stack([plain(x) for plain in plains])
         torch.testing.assert_close(
             sb.predict(net, x, 2, likelihood="gaussian", seed=seed).samples, wanted

@@ -43,8 +43,8 @@ def test_members_at_once_keep_what_a_call_leaves_in_them(normed: bool) -> None:
     net = sb.bayesianize(
         made, sb.Ensemble(members=3, init="copies", jitter=0.3, execution="batched")
     ).train()
-    with sb.frozen(net):
-        members = [sb.write_out(net, j).train() for j in range(3)]
+    with sb.fixed_draws(net):
+        members = [sb.materialize(net, draw=j).train() for j in range(3)]
     for _ in range(3):
         torch.testing.assert_close(
             sb.sample(net, X), torch.stack([member(X) for member in members])
@@ -81,8 +81,8 @@ def test_what_members_that_began_alike_give_without_rows_is_their_own() -> None:
     sb.sample(net, x)
     for parameter in net.parameters():
         parameter.data.add_(torch.randn_like(parameter))
-    with sb.frozen(net):
-        wanted = torch.stack([sb.write_out(net, j)(x) for j in range(3)])
+    with sb.fixed_draws(net):
+        wanted = torch.stack([sb.materialize(net, draw=j)(x) for j in range(3)])
     torch.testing.assert_close(sb.sample(net, x), wanted)
 
 
@@ -102,9 +102,9 @@ def test_models_that_collect_hidden_states_by_hooks_give_each_once(config: Any) 
         transformers.BertConfig(**size, intermediate_size=8, max_position_embeddings=9)
     )
     net, words = sb.bayesianize(net.eval(), config).eval(), torch.randint(0, 20, (3, 5))
-    with sb.frozen(net, draws=2), torch.no_grad():
+    with sb.fixed_draws(net, 2 * sb.members(net)), torch.no_grad():
         plain = [
-            sb.write_out(net, j)(words, output_hidden_states=True).hidden_states
+            sb.materialize(net, draw=j)(words, output_hidden_states=True).hidden_states
             for j in range(2)
         ]
         for fold in ("auto", False, "auto"):
@@ -159,9 +159,9 @@ def test_layers_that_meet_some_of_the_rows_later(
     every, valid = torch.ones(12, dtype=torch.bool), torch.randperm(12) < count
     sb.sample(net, x, every, draws=2), net(x, every)
     net.sure.fill_(net.sure * 0)
-    with sb.frozen(net, draws=2):
+    with sb.fixed_draws(net, 2 * sb.members(net)):
         wanted = torch.stack(
-            [sb.write_out(net, j)(x, valid) for j in range(2 * sb.members(net))]
+            [sb.materialize(net, draw=j)(x, valid) for j in range(2 * sb.members(net))]
         )
         by_member(net(x, valid), wanted)
         torch.testing.assert_close(sb.sample(net, x, valid), wanted)
@@ -192,8 +192,8 @@ def test_experts_that_get_other_rows_of_each_draw(seed: int) -> None:
     torch.manual_seed(seed)
     net = sb.bayesianize(Mixes(), sb.MeanField(scale_init=0.2)).eval()
     for x in torch.randn(4, 6, 4):
-        with sb.frozen(net, draws=2, seed=1):
-            wanted = torch.stack([sb.write_out(net, j)(x) for j in range(2)])
+        with sb.fixed_draws(net, 2, seed=1):
+            wanted = torch.stack([sb.materialize(net, draw=j)(x) for j in range(2)])
             torch.testing.assert_close(sb.sample(net, x), wanted)
 
 
@@ -275,8 +275,8 @@ def test_outputs_that_are_objects_of_somebody(
     config: Any, mixes: bool, makes: Any
 ) -> None:
     net = sb.bayesianize(Decides(makes, mixes), config).eval()
-    with sb.frozen(net, draws=2, seed=0):
-        plain = [sb.write_out(net, j)(X) for j in range(2 * sb.members(net))]
+    with sb.fixed_draws(net, 2 * sb.members(net), seed=0):
+        plain = [sb.materialize(net, draw=j)(X) for j in range(2 * sb.members(net))]
         wanted = torch.stack([told_by(one) for one in plain])
         found = sb.sample(net, X)
         torch.testing.assert_close(told_by(found), wanted)
@@ -326,13 +326,12 @@ class Flow(nn.Module):
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_transforms_of_a_distribution_are_those_of_each_draw(config: Any) -> None:
     net = sb.bayesianize(Flow(), config).eval()
-    draws = 6 // sb.members(net)
     x, y = (
         torch.randn(6, 4),
         1.5 * torch.ones(6, 3),
     )  # as many rows as draws: what is not stacked would broadcast
-    with sb.frozen(net, draws=draws, seed=0):
-        plain = [sb.write_out(net, j)(x) for j in range(6)]
+    with sb.fixed_draws(net, 6, seed=0):
+        plain = [sb.materialize(net, draw=j)(x) for j in range(6)]
         wanted = torch.stack([one.log_prob(y) for one in plain])
         found = sb.sample(net, x)
         torch.testing.assert_close(found.log_prob(y), wanted)
@@ -362,8 +361,8 @@ def test_distributions_with_what_nobody_can_stack_stay_those_of_each_draw() -> N
     net = sb.bayesianize(
         Decides(Process, mixes=False), sb.BatchEnsemble(members=3)
     ).eval()
-    with sb.frozen(net):
-        wanted = [sb.write_out(net, j)(X).matrix.scores for j in range(3)]
+    with sb.fixed_draws(net):
+        wanted = [sb.materialize(net, draw=j)(X).matrix.scores for j in range(3)]
         torch.testing.assert_close(
             [one.matrix.scores for one in sb.sample(net, X).parts], wanted
         )
@@ -471,8 +470,11 @@ class Reports(nn.Module):
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_numbers_and_words_that_draws_return_are_their_own() -> None:
     net = sb.bayesianize(Reports(), sb.MeanField(scale_init=0.5)).eval()
-    with sb.frozen(net, draws=8, seed=0):
-        found, plain = sb.sample(net, X), [sb.write_out(net, j)(X) for j in range(8)]
+    with sb.fixed_draws(net, 8, seed=0):
+        found, plain = (
+            sb.sample(net, X),
+            [sb.materialize(net, draw=j)(X) for j in range(8)],
+        )
     torch.testing.assert_close(
         found["mean"], torch.tensor([one["mean"] for one in plain])
     )
@@ -510,9 +512,10 @@ def test_steps_with_a_cache_are_those_of_the_draws_that_filled_it(
         transformers.GPT2Config(**size, bos_token_id=0, eos_token_id=1)
     ).eval()
     net, words = sb.bayesianize(plain, config).eval(), torch.randint(0, 20, (3, 6))
-    with sb.frozen(net, draws=3 // sb.members(net)), torch.no_grad():
+    with sb.fixed_draws(net, 3), torch.no_grad():
         wanted = [
-            sb.write_out(net, j)(words, use_cache=False).logits[:, -1] for j in range(3)
+            sb.materialize(net, draw=j)(words, use_cache=False).logits[:, -1]
+            for j in range(3)
         ]
         cache = sb.sample(net, words[:, :4], fold=fold).past_key_values
         for step in (4, 5):
@@ -669,9 +672,9 @@ def test_norms_without_running_statistics_are_those_of_each_draw_when_nothing_tr
         nn.Linear(8, 3),
     )
     net = sb.bayesianize(nn.Sequential(*layers), config, include="0|3").eval()
-    with sb.frozen(net, draws=2, seed=0):
+    with sb.fixed_draws(net, 2 * sb.members(net), seed=0):
         wanted = torch.stack(
-            [sb.write_out(net, j)(X) for j in range(2 * sb.members(net))]
+            [sb.materialize(net, draw=j)(X) for j in range(2 * sb.members(net))]
         )
         torch.testing.assert_close(sb.sample(net, X), wanted)
         by_member(net(X), wanted)
@@ -702,7 +705,7 @@ def test_a_method_has_one_draw_however_many_rows_its_parts_meet(config: Any) -> 
     several = sb.bayesianize(Compares(), sb.BatchEnsemble(members=3))
     with pytest.warns(sb.SlimbayesWarning, match="with 6 and 4 rows"):
         several.compared(X)
-    with sb.frozen(sb.select(several, [1])) as one:
+    with sb.fixed_draws(sb.keep_members(several, [1])) as one:
         assert one.compared(X) < 1e-5
 
 
@@ -729,5 +732,7 @@ def test_models_without_a_forward_are_refused(config: Any) -> None:
 def test_tracing_a_converted_model_names_what_to_do() -> None:
     with pytest.raises(RuntimeError, match="slimbayes.export"):
         torch.jit.trace(sb.bayesianize(mlp(), sb.MeanField()), X)
-    traced = torch.jit.trace(sb.merge(sb.bayesianize(mlp(), sb.MeanField())), X)
+    traced = torch.jit.trace(
+        sb.materialize(sb.bayesianize(mlp(), sb.MeanField()), member=0), X
+    )
     assert traced(X).shape == (6, 3)

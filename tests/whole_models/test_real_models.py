@@ -556,7 +556,7 @@ def test_embeddings_are_skipped_and_the_summary_says_so(
 
 @pytest.mark.parametrize(
     ("method", "call"),
-    each(["normal", "cauchy", "member"], ["bare", "sample", "frozen"]),
+    each(["normal", "cauchy", "member"], ["bare", "sample", "fixed"]),
 )
 def test_a_module_called_twice_sees_one_draw(method: str, call: str) -> None:
     class Twice(nn.Module):
@@ -576,12 +576,12 @@ def test_a_module_called_twice_sees_one_draw(method: str, call: str) -> None:
     elif call == "sample":
         first, second = sb.sample(model, x)
     else:
-        with sb.frozen(model):
+        with sb.fixed_draws(model):
             first, second = sb.sample(model, x)
     assert torch.equal(first, second)
     rows = first.reshape(-1, 3)
     distinct = len(torch.unique(rows, dim=0))
-    per_row = method != "member" and call != "frozen"
+    per_row = method != "member" and call != "fixed"
     assert distinct == (len(rows) if per_row else 2)
 
 
@@ -926,7 +926,7 @@ def test_checkpoint_around_a_block_of_an_mlp(method: str, reentrant: bool) -> No
 
 
 @pytest.mark.slow
-def test_generate_is_reproducible_under_a_frozen_draw() -> None:
+def test_generate_is_reproducible_under_a_fixed_draw() -> None:
     model = sb.bayesianize(gpt2().eval(), sb.Rank1(members=1, scale_init=0.3))
     ids = torch.randint(1, WORDS, (2, 3))
     options = {
@@ -938,7 +938,7 @@ def test_generate_is_reproducible_under_a_frozen_draw() -> None:
     texts = []
     with torch.no_grad():
         for _ in range(4):
-            with sb.frozen(model, draws=1):
+            with sb.fixed_draws(model, 1):
                 cached, again = (
                     model.generate(ids, **options, use_cache=True) for _ in range(2)
                 )

@@ -57,11 +57,11 @@ def test_a_draw_of_a_weight_that_is_set_in_each_call_is_not_written_out() -> Non
     with torch.no_grad():
         assert sb.sample(net, X, draws=3).std(0).min() > 0
     with (
-        sb.frozen(net),
+        sb.fixed_draws(net),
         torch.no_grad(),
         pytest.raises(ValueError, match="sets it anew in each call"),
     ):
-        sb.write_out(net, 0)
+        sb.materialize(net, draw=0)
 
 
 def test_copies_have_the_padding_row_of_the_network() -> None:
@@ -133,7 +133,7 @@ def test_models_that_draw_gamma_variables_fold_and_follow_the_seed(family: str) 
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-    with sb.frozen(net, seed=5):
+    with sb.fixed_draws(net, seed=5):
         held = [sb.sample(net, X) for _ in range(2)]
     assert not torch.equal(*held)  # the network is held, what it draws is not
     one, two = (
@@ -188,10 +188,10 @@ def test_models_that_begin_with_an_abstract_or_a_generic_class(
     net = sb.bayesianize(deepcopy(plain), config)
     assert type(net).__mro__[-1] is object
     assert isinstance(net, cls)
-    with torch.no_grad(), sb.frozen(net, draws=2, seed=1):
+    with torch.no_grad(), sb.fixed_draws(net, 4, seed=1):
         outputs = sb.sample(net, X)
         for j, out in enumerate(outputs):
-            torch.testing.assert_close(sb.write_out(net, j)(X), out)
+            torch.testing.assert_close(sb.materialize(net, draw=j)(X), out)
         assert outputs.std(0).max() > 0
     for other in (deepcopy(net), pickle.loads(pickle.dumps(net))):
         assert torch.equal(sb.sample(other, X, seed=2), sb.sample(net, X, seed=2))
@@ -223,10 +223,10 @@ def test_layers_that_compute_their_weight_by_a_property_run_their_own_forward(
     config: sb.Config,
 ) -> None:
     net = sb.bayesianize(nn.Sequential(Noisy(), nn.Tanh()).eval(), config)
-    with torch.no_grad(), sb.frozen(net, draws=2, seed=1):
+    with torch.no_grad(), sb.fixed_draws(net, 2 * sb.members(net), seed=1):
         outputs = sb.sample(net, X)
         for j, out in enumerate(outputs):
-            torch.testing.assert_close(sb.write_out(net, j)(X), out)
+            torch.testing.assert_close(sb.materialize(net, draw=j)(X), out)
     assert outputs.std(0).min() > 0
     torch.testing.assert_close(
         sb.sample(net, X, seed=3, draws=2),

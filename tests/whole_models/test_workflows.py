@@ -71,8 +71,8 @@ def test_what_was_computed_from_drawn_weights_is_not_kept_for_the_next_draw(
 ) -> None:
     net = sb.bayesianize(Net(run, kept=kept), config).eval()
     for seed in range(2):
-        with sb.frozen(net, draws=draws_of(net), seed=seed):
-            wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
+        with sb.fixed_draws(net, 3, seed=seed):
+            wanted = torch.stack([sb.materialize(net, draw=j)(X) for j in range(3)])
             for fold in ("auto", False):
                 torch.testing.assert_close(sb.sample(net, X, fold=fold), wanted)
             assert_rows_of_draws(net(X), list(wanted), 0)
@@ -107,8 +107,8 @@ def test_steps_of_rows_that_run_one_by_one_are_no_rows(config: Any) -> None:
         torch.randn(4, 5, 4),
     )
     net = sb.bayesianize(net, config).eval()
-    with sb.frozen(net):
-        wanted = [sb.write_out(net, j)(x) for j in range(3)]
+    with sb.fixed_draws(net):
+        wanted = [sb.materialize(net, draw=j)(x) for j in range(3)]
         torch.testing.assert_close(sb.sample(net, x), torch.stack(wanted))
     assert_rows_of_draws(net(x), wanted, 0)
 
@@ -128,8 +128,8 @@ def packed(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
 def test_members_do_not_cut_sequences_to_the_longest_of_their_rows(run: Any) -> None:
     net = sb.bayesianize(Net(run, lstm=nn.LSTM(4, 8)), sb.Ensemble(members=3)).eval()
     x, lengths = torch.randn(5, 6, 4), torch.tensor([3, 4, 6, 5, 2])
-    with sb.frozen(net):
-        wanted = [sb.write_out(net, j)(x, lengths) for j in range(3)]
+    with sb.fixed_draws(net):
+        wanted = [sb.materialize(net, draw=j)(x, lengths) for j in range(3)]
         torch.testing.assert_close(sb.sample(net, x, lengths), torch.stack(wanted))
     assert_rows_of_draws(net(x, lengths), wanted, 0)
 
@@ -142,8 +142,8 @@ def test_layers_are_pruned_after_their_conversion_and_pruning_made_permanent(
     for layer in (net.a, net.b):
         prune.l1_unstructured(layer, "weight", amount=0.5)
         prune.remove(layer, "weight")
-    with sb.frozen(net, draws=draws_of(net)):
-        wanted = [sb.write_out(net, j)(X) for j in range(3)]
+    with sb.fixed_draws(net, 3):
+        wanted = [sb.materialize(net, draw=j)(X) for j in range(3)]
         torch.testing.assert_close(sb.sample(net, X), torch.stack(wanted))
     assert isinstance(net.a._parameters["weight"], nn.Parameter)
 
@@ -157,8 +157,8 @@ def test_scripted_parts_are_left_alone() -> None:
     with pytest.raises(ValueError, match="found none"):
         sb.bayesianize(net, sb.MCDropout())
     net = sb.bayesianize(net, sb.BatchEnsemble(members=3), include="b").eval()
-    with sb.frozen(net):
-        wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
+    with sb.fixed_draws(net):
+        wanted = torch.stack([sb.materialize(net, draw=j)(X) for j in range(3)])
         torch.testing.assert_close(sb.sample(net, X, fold=True), wanted)
     torch.testing.assert_close(sb.predict(net, X).samples, wanted.softmax(-1))
 
@@ -182,8 +182,8 @@ class Remembers(nn.Module):
 def test_layers_that_keep_a_state_of_all_rows_are_not_run_on_some(config: Any) -> None:
     net = Net(lambda net, x, first: net.b(net.a(net.cell(x, first))), cell=Remembers())
     net, first = sb.bayesianize(net, config).eval(), torch.ones(5, 1, dtype=torch.bool)
-    with sb.frozen(net):
-        wanted = [sb.write_out(net, j)(X, first) for j in range(3)]
+    with sb.fixed_draws(net):
+        wanted = [sb.materialize(net, draw=j)(X, first) for j in range(3)]
         for _ in range(2):
             assert_rows_of_draws(net(X, first), wanted, 0)
             torch.testing.assert_close(sb.sample(net, X, first), torch.stack(wanted))
@@ -322,7 +322,7 @@ def test_models_that_take_derivatives_in_their_forward_are_folded_and_predict(
             return torch.autograd.grad(energy.sum(), x, create_graph=net.training)[0]
 
     net = sb.bayesianize(Net(forces), config).eval()
-    with sb.frozen(net, draws=draws_of(net), seed=0):
+    with sb.fixed_draws(net, 3, seed=0):
         wanted = sb.sample(net, X.clone(), fold=False)
         torch.testing.assert_close(sb.sample(net, X.clone(), fold=True), wanted)
     found = sb.predict(
@@ -346,8 +346,8 @@ def test_points_with_as_many_coordinates_as_there_are_rows_are_no_rows() -> None
 
     net = sb.bayesianize(Net(run), sb.BatchEnsemble(members=3)).eval()
     inputs = X[:3], X[:3].sin(), torch.randn(7, 3), torch.randn(6, 3)
-    with sb.frozen(net):
-        wanted = torch.stack([sb.write_out(net, j)(*inputs) for j in range(3)])
+    with sb.fixed_draws(net):
+        wanted = torch.stack([sb.materialize(net, draw=j)(*inputs) for j in range(3)])
         torch.testing.assert_close(sb.sample(net, *inputs, fold=True), wanted)
 
 
@@ -358,8 +358,8 @@ def test_parts_made_by_fx_stay_and_the_rest_is_converted(config: Any) -> None:
     net = sb.bayesianize(
         Net(lambda net, x: net.b(net.a(net.part(x))), part=part), config
     ).eval()
-    with sb.frozen(net, draws=draws_of(net), seed=0):
-        wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
+    with sb.fixed_draws(net, 3, seed=0):
+        wanted = torch.stack([sb.materialize(net, draw=j)(X) for j in range(3)])
         torch.testing.assert_close(sb.sample(net, X), wanted)
     assert wanted.std(0).min() > 0
     if not isinstance(config, sb.Ensemble):
@@ -424,8 +424,8 @@ def test_states_that_show_only_after_some_calls_are_those_of_one_draw(
     config: Any,
 ) -> None:
     net = sb.bayesianize(Net(charge, charge=None), config)
-    with sb.frozen(net, draws=2):
-        plain = [sb.write_out(net, j) for j in range(sb.members(net) * 2)]
+    with sb.fixed_draws(net, 2 * sb.members(net)):
+        plain = [sb.materialize(net, draw=j) for j in range(sb.members(net) * 2)]
         with pytest.warns(
             UserWarning, match="it keeps 'charge' from one call for the next"
         ):
@@ -454,8 +454,8 @@ def test_random_numbers_that_a_model_seeds_itself_are_those_of_each_draw(
     config: Any,
 ) -> None:
     net = sb.bayesianize(Net(seeded), config)
-    with sb.frozen(net, draws=draws_of(net)):
-        wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
+    with sb.fixed_draws(net, 3):
+        wanted = torch.stack([sb.materialize(net, draw=j)(X) for j in range(3)])
         with pytest.warns(UserWarning, match="it seeds random numbers itself"):
             torch.testing.assert_close(sb.sample(net, X), wanted)
     sb.sample(sb.bayesianize(Net(freely), config), X, fold=True)
@@ -472,10 +472,10 @@ def test_tensors_of_a_graph_that_a_model_keeps_do_not_keep_it_from_being_copied(
     net = Net(run)
     net(X)
     net = sb.bayesianize(net, config)
-    with sb.frozen(net):
+    with sb.fixed_draws(net):
         one = sb.sample(net, X)[0]
-        torch.testing.assert_close(sb.write_out(net, 0)(X), one)
-    assert type(sb.merge(net)) is Net
+        torch.testing.assert_close(sb.materialize(net, draw=0)(X), one)
+    assert type(sb.materialize(net, member=0)) is Net
 
 
 def test_errors_that_say_nothing_are_told_by_their_line() -> None:
@@ -495,10 +495,10 @@ def test_draws_of_weights_without_numbers_are_not_written_out() -> None:
     net = sb.bayesianize(nn.Linear(4, 3, bias=False), sb.MeanField())
     net._parameters["weight"] = nn.Parameter(torch.empty(3, 4, device="meta"))
     with (
-        sb.frozen(net),
+        sb.fixed_draws(net),
         pytest.raises(ValueError, match="or on the meta device, is no weight"),
     ):
-        sb.write_out(net)
+        sb.materialize(net, draw=0)
 
 
 def test_binary_targets_have_the_shape_that_they_had_in_training() -> None:
@@ -603,8 +603,8 @@ def test_parameters_of_attention_that_are_used_past_its_forward_are_drawn(
 ) -> None:
     net = sb.bayesianize(Attends(width), config).train(training)
     x, y = torch.randn(2, 4, 8), torch.randn(2, 3, width)
-    with sb.frozen(net, draws=draws_of(net)):
-        wanted = torch.stack([sb.write_out(net, j)(x, y) for j in range(3)])
+    with sb.fixed_draws(net, 3):
+        wanted = torch.stack([sb.materialize(net, draw=j)(x, y) for j in range(3)])
         torch.testing.assert_close(sb.sample(net, x, y), wanted)
         torch.testing.assert_close(sb.sample(net, x, y, fold=False), wanted)
     assert not torch.allclose(wanted[0], wanted[1])

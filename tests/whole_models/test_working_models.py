@@ -135,8 +135,8 @@ def test_draws_are_written_out_models_batch_after_batch(name: str, method: str) 
         for count in (B, 4):
             args = inputs(count)
             random.seed(count)
-            with sb.frozen(model, draws=draws):
-                plains = held(model, draws)
+            with sb.fixed_draws(model, 3):
+                plains = held(model, 3)
                 outputs, bare = sb.sample(model, *args), None
                 if not (
                     training and name == "translator"
@@ -224,20 +224,18 @@ def test_draws_that_keep_something_between_calls_keep_it_apart(
     model = converted(make, method)
     with (
         warnings.catch_warnings(record=True) as said,
-        sb.frozen(model, draws=3 // sb.members(model)),
+        sb.fixed_draws(model, 3),
     ):
         warnings.simplefilter("always")
-        plains = held(model, 3 // sb.members(model))
+        plains = held(model, 3)
         for _ in range(3):
             x = torch.randn(B, 4)
             assert_equal(
                 sb.sample(model, x), torch.stack([plain(x) for plain in plains])
             )
     assert sum("draw by draw" in str(w.message) for w in said) == 1
-    with sb.frozen(
-        model, draws=3 // sb.members(model)
-    ):  # one after another without being told by a proof
-        plains = held(model, 3 // sb.members(model))
+    with sb.fixed_draws(model, 3):  # one after another without being told by a proof
+        plains = held(model, 3)
         for _ in range(2):
             assert_equal(
                 sb.sample(model, x, fold=False),
@@ -248,7 +246,7 @@ def test_draws_that_keep_something_between_calls_keep_it_apart(
 @torch.no_grad()
 def test_a_state_that_is_set_by_hand_is_where_all_draws_begin() -> None:
     model, x = converted(wm.Remembering, "mean-field"), torch.randn(B, 4)
-    with sb.frozen(model, draws=3):
+    with sb.fixed_draws(model, 3):
         first = sb.sample(model, x, fold=False)
         model.hidden = None
         assert_equal(sb.sample(model, x, fold=False), first)
@@ -285,8 +283,8 @@ def test_what_lies_within_containers_is_kept_apart_and_tensors_of_any_kind_are_t
     None
 ):
     model, x = sb.bayesianize(Nested(), sb.MeanField(scale_init=0.2)), torch.randn(B, 4)
-    with sb.frozen(model, draws=3):
-        plains = [sb.write_out(model, j) for j in range(3)]
+    with sb.fixed_draws(model, 3):
+        plains = [sb.materialize(model, draw=j) for j in range(3)]
         for _ in range(3):
             assert_equal(
                 sb.sample(model, x), torch.stack([plain(x) for plain in plains])

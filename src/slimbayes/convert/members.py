@@ -1,4 +1,4 @@
-"""Members of a model: `ensemble` joins networks as such, `select` keeps some of them."""
+"""Members of a model: `ensemble` joins networks as such, `keep_members` keeps some of them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -63,7 +63,7 @@ def ensemble(models: Sequence[Model]) -> Model:
 
 
 @torch.no_grad()
-def select(model: Model, members: Sequence[int]) -> Model:
+def keep_members(model: Model, members: Sequence[int]) -> Model:
     """Keep these members of a converted model, in this order, in place, and return it.
 
     The first one becomes member 0, whose biases (of `MemberNorm` and `Ensemble` all parameters) are the model's own:
@@ -76,7 +76,7 @@ def select(model: Model, members: Sequence[int]) -> Model:
         >>> import slimbayes as sb
         >>> net, x = sb.bayesianize(nn.Linear(4, 3), sb.BatchEnsemble(members=4)), torch.randn(5, 4)
         >>> before = sb.sample(net, x)
-        >>> torch.equal(sb.sample(select(net, [3, 1]), x), before[[3, 1]])
+        >>> torch.equal(sb.sample(keep_members(net, [3, 1]), x), before[[3, 1]])
         True
     """
     conversions_of(model)  # refuses a plain model
@@ -88,11 +88,11 @@ def select(model: Model, members: Sequence[int]) -> Model:
         or not all(isinstance(k, int) and 0 <= k < total for k in chosen)
     ):
         raise ValueError(
-            f"select needs different numbers of members from 0 to {total - 1}, got {chosen!r}."
+            f"keep_members needs different numbers of members from 0 to {total - 1}, got {chosen!r}."
         )
     for p in posteriors:
         own = [k % p.members for k in chosen]
-        if p.members > 1 and type(p).select is Posterior.select:
+        if p.members > 1 and type(p).keep_members is Posterior.keep_members:
             raise ValueError(
                 f"{p.name} ({type(p).__name__}): its members cannot be told apart from its parameters."
             )
@@ -112,7 +112,7 @@ def select(model: Model, members: Sequence[int]) -> Model:
                 for layer in layers
                 if any(own is p for own in layer.posterior.values())
             ]
-            p.select([k % p.members for k in chosen], tied)
+            p.keep_members([k % p.members for k in chosen], tied)
     discard_plans()
     for _, layer, d in decisions_of(model):
         if (

@@ -37,7 +37,7 @@ from slimbayes.distributions.families import Cauchy, Distribution, Normal
 from slimbayes.posteriors.configs.base import Config, check_choice
 from slimbayes.posteriors.configs.mixture import DropConnect, Mixture
 from slimbayes.prediction.panels import empty_figure, remove_box
-from slimbayes.prediction.sample import frozen, sample
+from slimbayes.prediction.sample import fixed_draws, sample
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,7 +107,7 @@ def prior_functions(
                 0.0, bias_std if name.endswith("bias") else kept * weight_std
             )
         net.to(x)
-        with frozen(net):
+        with fixed_draws(net):
             out.append(sample(net, x.unsqueeze(1))[0, :, 0])
     return torch.stack(out) if out else x.new_empty(0, len(x))
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.engine.sharing import evaluating
-from slimbayes.prediction.sample import frozen, members
+from slimbayes.prediction.sample import fixed_draws, members
 
 LogLikelihood = Callable[[nn.Module], Tensor]
 _LEAST = 25  # draws that leave five in the tail, the fewest a fit takes
@@ -71,7 +71,7 @@ def log_ratios(
     with evaluating(model):
         for start in range(0, draws, chunk):
             held = min(chunk, draws - start)
-            with frozen(model, draws=held):
+            with fixed_draws(model, held * count):
                 total: Any = log_likelihood(model)
                 if not isinstance(total, Tensor) or total.shape != (held * count,):
                     got = (

@@ -79,7 +79,7 @@ def set_scales(model: nn.Module, verb: str, scales: Mapping[str, Tensor]) -> Non
     The layers' new configs are recorded, from which checkpoints are written.
     """
     if any(passes.pass_of(p.key) is not None for p in posteriors_of(model)[:1]):
-        advice = "Call it outside `frozen` and the model's forward."
+        advice = "Call it outside `fixed_draws` and the model's forward."
         raise ValueError(f"{verb} cannot change a model whose draws are held. {advice}")
     decisions = {
         name: decision

@@ -55,7 +55,7 @@ class Scope(Pass):
 
     Its draws are made when the first layer asks, again after a backward pass, or when the number of rows changes. In a
     `whole` scope (generate) calls of the model itself share it, and rows are the sequences that came in, however many
-    beams they become. Where several draws are `frozen`, it shares out those.
+    beams they become. Where `fixed_draws` holds several draws, it shares out those.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class Scope(Pass):
         posteriors: Any,
         whole: bool,
         rows: int,
-        frozen: Pass | None,
+        fixed: Pass | None,
     ) -> None:
         super().__init__(None, rows, held=True)
-        self.frozen = frozen
+        self.fixed = fixed
         self.noise = dict.fromkeys([p.key for p in posteriors])  # type: ignore[assignment]
         self.module, self.posteriors, self.whole = module, posteriors, whole
-        self.first = noise.random_member(posteriors[0].device) if frozen is None else 0
+        self.first = noise.random_member(posteriors[0].device) if fixed is None else 0
         self.inner: Pass | None = None
         self.layouts: dict[
             nn.Module, Layout
@@ -91,40 +91,38 @@ class Scope(Pass):
         """The pass for one call inside."""
         if self.whole and rows and self.rows and rows % self.rows == 0:
             rows = self.rows
-        if self.frozen is None and not needs_rows(self.posteriors):
+        if self.fixed is None and not needs_rows(self.posteriors):
             layout = replace(
                 layout, rowwise=False
             )  # one draw for all, however many rows the parts are called with
-        if self.inner is not None and self.inner.spent and self.frozen is None:
+        if self.inner is not None and self.inner.spent and self.fixed is None:
             self.inner = None
         if self.inner is None or (self.inner.rows != rows and self.inner.draws != 1):
             if self.inner is not None and layout.rowwise:
                 said = f"A method of {type(self.module).__name__} calls its parts with {self.inner.rows} and {rows} rows"
-                how = "which share out draws in other ways: take one, write_out(model, j) inside frozen(model)."
+                how = "which share out draws in other ways: take one, materialize(model, draw=j) inside fixed_draws(model)."
                 warnings.warn(f"{said}, {how}", SlimbayesWarning, stacklevel=6)
             self.inner = self._begin(rows, layout)
         if self.whole and self.inner.draws != 1 and not layout.rowwise and rows > 1:
             raise ValueError(
                 f"Sequences cannot each have a draw: the rows of a part of {type(self.module).__name__} cannot be told "
-                f"apart ({layout.why}). Take one draw for all of them, write_out(model, j) inside frozen(model)."
+                f"apart ({layout.why}). Take one draw for all of them, materialize(model, draw=j) inside fixed_draws(model)."
             )
-        if self.frozen is not None and self.inner.draws == 1:
-            return self.frozen.single(0, layout if layout.folds else None)
-        return (self.frozen or self.inner).view(
+        if self.fixed is not None and self.inner.draws == 1:
+            return self.fixed.single(0, layout if layout.folds else None)
+        return (self.fixed or self.inner).view(
             rows, layout if self.inner.draws != 1 else None
         )
 
     def _begin(self, rows: int, layout: Layout) -> Pass:
-        if self.frozen is None:
+        if self.fixed is None:
             return bare_pass(self.posteriors, rows, layout, self.first)
         if not layout.rowwise:
             warn_of_loop(
                 layout,
-                f"of the {self.frozen.total} draws that are held this call uses the first",
+                f"of the {self.fixed.total} draws that are held this call uses the first",
             )
-        return (
-            self.frozen.view(rows, layout) if layout.rowwise else self.frozen.single(0)
-        )
+        return self.fixed.view(rows, layout) if layout.rowwise else self.fixed.single(0)
 
 
 def scope_of(

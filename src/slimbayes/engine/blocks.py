@@ -28,7 +28,7 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-@torch.library.custom_op("slimbayes::realised", mutates_args=())
+@torch.library.custom_op("slimbayes::keep_in_memory", mutates_args=())
 def _keep_in_memory(x: Tensor) -> Tensor:
     return x.clone()
 

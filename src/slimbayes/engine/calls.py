@@ -1,8 +1,8 @@
 """Calls of a converted model: what opens a pass, how many draws share a forward, and what happens where they cannot.
 
     model(x)                       call_module -> _open_pass -> run_pass
-    model(x) inside `frozen`       call_module -> _call_under_held_draws -> run_pass
-    model.encode(x)                scope_of, then every call inside as inside `frozen`
+    model(x) inside `fixed_draws`  call_module -> _call_under_held_draws -> run_pass
+    model.encode(x)                scope_of, then every call inside as inside `fixed_draws`
     sample(model, x), predict      run_sampled -> run_draws -> run_pass, once or for each draw
 
 Sizes: S draws, B rows of the caller's batch, K members.
@@ -60,7 +60,7 @@ def call_module(
     if found is None or (
         isinstance(found, Scope)
         and found.module is module
-        and not (found.whole or found.frozen)
+        and not (found.whole or found.fixed)
     ):
         return _open_pass(module, function, args, kwargs)
     return _call_under_held_draws(found, module, function, args, kwargs)
@@ -115,7 +115,7 @@ def run_pass(
     new.handed = [] if looks and known is None and not inside_func() else None
 
     def call_drawn() -> Any:
-        noise.realise(posteriors, new)
+        noise.make_draws(posteriors, new)
         return function(*args, **kwargs)
 
     with (
@@ -154,14 +154,14 @@ def _call_under_held_draws(
     except Unproven as error:
         if isinstance(held, Scope):
             raise ValueError(
-                f"{error}: take one draw, write_out(model, j) inside frozen(model)."
+                f"{error}: take one draw, materialize(model, draw=j) inside fixed_draws(model)."
             ) from error
         unfold(layout, error)
         return _call_under_held_draws(held, module, function, args, kwargs)
 
 
 def held_draws(what: str, posteriors: Sequence[Any], seed: noise.Seed) -> Pass | None:
-    """The draws that `frozen` or `mean` hold for a model, which no seed can change; refused inside its own forward."""
+    """The draws that `fixed_draws` holds for a model, which no seed can change; refused inside its own forward."""
     held = passes.pass_of(posteriors[0].key) if posteriors else None
     if held is None or passes.recomputing(held):
         return None
@@ -169,10 +169,10 @@ def held_draws(what: str, posteriors: Sequence[Any], seed: noise.Seed) -> Pass |
         raise ValueError(
             f"{what} was called inside a forward pass of the same model; call it from outside."
         )
-    held = held.frozen if isinstance(held, Scope) else held
+    held = held.fixed if isinstance(held, Scope) else held
     if held is not None and seed is not None:
         raise ValueError(
-            f"{what}(..., seed=) inside `frozen` would change nothing: give the seed to frozen."
+            f"{what}(..., seed=) inside `fixed_draws` would change nothing: give the seed to fixed_draws."
         )
     return held
 

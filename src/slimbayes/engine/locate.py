@@ -323,8 +323,8 @@ def warn_of_part(module: nn.Module, posteriors: Sequence[Any], rows: int) -> Non
         warnings.warn(
             f"{posteriors[0].name or type(module).__name__} is called by itself after another part: each such call "
             f"shares its rows out among members anew, so that parts which belong together (net.head(net.body(x)), a "
-            f"Sequential of some children) run as different members. Call them inside `with frozen(model):`, in a "
-            f"method of the model, or by sample.",
+            f"Sequential of some children) run as different members. Call them inside `with fixed_draws(model):`, "
+            f"in a method of the model, or by sample.",
             SlimbayesWarning,
             stacklevel=5,
         )
@@ -355,7 +355,7 @@ def warn_of_unused(
         if kept := [p.name for p in silent if p.layer.bayes_key in done.met]:
             what = f"{kept[0]} was not read as an attribute of its layer, which did run (or not at all). {what}"
         if any(map(calls_layers, leaves_of(out))):
-            what = "What it returned calls them later, when each draws anew: compute that in forward, or use frozen."
+            what = "What it returned calls them later, when each draws anew: compute that in forward, or use fixed_draws."
         warnings.warn(
             f"slimbayes converted layers that the first pass never called: {names}. {what}",
             stacklevel=5,

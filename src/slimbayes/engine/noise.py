@@ -265,12 +265,12 @@ def _draw_separately(group: NoiseGroup, from_seed: list[bool], new: Pass) -> Non
         )
 
 
-def realise(posteriors: Sequence[Any], new: Pass) -> Pass:
+def make_draws(posteriors: Sequence[Any], new: Pass) -> Pass:
     """Turn the noise of the pass under way into draws, in a few large operations for all layers. Sharded parameters
     wait until their layer runs.
     """
     for alike in kinds_of(posteriors):
-        type(alike[0]).realise_together(alike, new)
+        type(alike[0]).draw_together(alike, new)
     return new
 
 

@@ -127,7 +127,7 @@ def check_caches(kwargs: Mapping[str, Any], total: int | None = None) -> None:
         if isinstance(value, NotJoined) and value.draws != total:
             raise ValueError(
                 f"{name} belongs to the {value.draws} draws that filled it: call sample for all steps inside one `with "
-                f"frozen(model):`, with fold=False where members are copies."
+                f"fixed_draws(model):`, with fold=False where members are copies."
             )
         if (
             total is None
@@ -136,7 +136,7 @@ def check_caches(kwargs: Mapping[str, Any], total: int | None = None) -> None:
         ):
             warnings.warn(
                 f"{name} was filled by an earlier call, which had other draws than this one: take all steps inside one "
-                f"`with frozen(model):`, or call generate.",
+                f"`with fixed_draws(model):`, or call generate.",
                 SlimbayesWarning,
                 stacklevel=7,
             )
@@ -254,7 +254,7 @@ def stack_draws(
         if len(shapes) > 1:
             raise ValueError(
                 f"Draws gave outputs of different shapes, which cannot be stacked: {sorted(shapes)[:3]}. Take draws "
-                f"one by one: inside frozen(model), write_out(model, draw) is a plain model of one."
+                f"one by one: inside fixed_draws(model), materialize(model, draw=j) is a plain model of one."
             )
         return torch.stack(leaves)
 

@@ -172,7 +172,7 @@ def run_drawn(trials: Trials, new: passes.Pass, inputs: Any) -> Any:
     model, (args, kwargs) = trials.model, copy_containers(inputs)
     try:
         with no_autocast({p.device.type for p in trials.posteriors}):
-            passes.run(new, noise.realise, trials.posteriors, new)
+            passes.run(new, noise.make_draws, trials.posteriors, new)
             with Quiet(not model.training, trials):
                 out = passes.run(new, model, *args, **kwargs)
         return tree_map(padded, open_objects(out))

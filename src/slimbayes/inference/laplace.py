@@ -138,7 +138,7 @@ def laplace(
     work, means, said = plain_model(model)
     if weights and means:
         problem = "laplace over weights needs a plain model, but this one has factors"
-        raise ValueError(f"{problem}: call merge(model) first.")
+        raise ValueError(f"{problem}: call materialize(model, member=0) first.")
     if means and (include is not None or exclude is not None or layers != "all"):
         raise ValueError(
             "laplace: include, exclude and layers choose among a plain model's layers; this one's are set."

@@ -61,7 +61,7 @@ def member_factors(model: nn.Module) -> Factors:
     def own(posterior: Any) -> bool:
         """Whether the one draw under way is the layer's own weight and bias."""
         linear = posterior.linear_map()
-        weight, bias = posterior.materialise(linear, 0)
+        weight, bias = posterior.materialize(linear, 0)
         return torch.equal(weight, linear.weight) and (
             bias is None or torch.equal(bias, linear.bias)
         )
@@ -78,7 +78,7 @@ def member_factors(model: nn.Module) -> Factors:
             elif not (members == 1 and own(p)):
                 raise ValueError(
                     f"The means of {p.name} ({type(p).__name__}) are no factors of its weight. Call "
-                    f"merge(model, member=0) first, which makes them plain weights."
+                    f"materialize(model, member=0) first, which makes them plain weights."
                 )
             else:
                 plain.append(names[id(p.layer)])
@@ -86,7 +86,7 @@ def member_factors(model: nn.Module) -> Factors:
     passes.run(central_pass(posteriors), look)
     if found and plain:
         raise ValueError(
-            f"{plain[0]} has no factors, but {next(iter(found))} has. Call merge(model) first."
+            f"{plain[0]} has no factors, but {next(iter(found))} has. Call materialize(model, member=0) first."
         )
     return found
 

@@ -196,7 +196,7 @@ class AnyLayer(BayesLayer):
         values: dict[str, Any] = {}
         for name in self.drawn_names:
             posterior: Any = self.posterior[name]
-            weight, bias = posterior.materialise(self.linear_map(name), draw)
+            weight, bias = posterior.materialize(self.linear_map(name), draw)
             values[name] = weight
             if bias is not None:
                 values[bias_of(self, name)] = bias

@@ -98,7 +98,7 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
             return _parameters_of(self, site)
         if not torch.compiler.is_compiling():
             posterior.current.met[self.bayes_key] = None
-        return posterior.materialise(self.linear_map(site), 0)
+        return posterior.materialize(self.linear_map(site), 0)
 
     @property
     def out_proj(self) -> Any:  # type: ignore[override]

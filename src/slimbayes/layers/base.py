@@ -221,7 +221,7 @@ class BayesLayer(Converted):
                 and posterior.has_weights
                 and posterior.drawn == 1
             ):
-                value = posterior.materialise(self.linear_map(site.name), 0)[
+                value = posterior.materialize(self.linear_map(site.name), 0)[
                     name != site.parameter
                 ]
                 return (

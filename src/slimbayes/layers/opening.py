@@ -128,7 +128,7 @@ def _look_at_first(
             warnings.warn(
                 f"{name} of {type(module).__name__} computes with a parameter of {uses.used.bayes_name} past that "
                 f"layer's forward: it is the layer's own, and no draw. Do so in the model's forward, where it is one, "
-                f"or take a draw as a plain model: write_out(model, j) inside frozen(model).",
+                f"or take a draw as a plain model: materialize(model, draw=j) inside fixed_draws(model).",
                 SlimbayesWarning,
                 stacklevel=5,
             )

@@ -217,7 +217,7 @@ class _BayesRecurrent(_Gated):
         """The flat list of weights and biases of one draw that the kernel takes, and whether it holds biases."""
         found: Any = self.posterior.items()
         drawn = [
-            posterior.materialise(self.linear_map(site), draw)
+            posterior.materialize(self.linear_map(site), draw)
             for site, posterior in found
         ]
         weights, biases = [weight for weight, _ in drawn], [bias for _, bias in drawn]
@@ -312,7 +312,7 @@ class _BayesRecurrent(_Gated):
             weights, (s, r, bias) = linear.weight.unsqueeze(0), drawn
             bias = _added(linear.bias, bias)
         else:
-            each = [hidden.materialise(linear, j) for j in range(hidden.drawn)]
+            each = [hidden.materialize(linear, j) for j in range(hidden.drawn)]
             weights = torch.stack([weight for weight, _ in each])
             bias = (
                 None if each[0][1] is None else torch.stack([bias for _, bias in each])

@@ -77,7 +77,7 @@ class Posterior(Keyed, ABC):
         """How many standard normals a pass takes for each block and for each row; the latter only if `rowwise`."""
 
     @abstractmethod
-    def realise(self, noise: Noise) -> Any:
+    def draw(self, noise: Noise) -> Any:
         """Turn noise into draws; `by_member` tells members apart."""
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Posterior(Keyed, ABC):
     def adopt(self) -> None:
         """Start from the layer's own weight and bias; called once, when the layer is converted."""
 
-    def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
+    def keep_members(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
         """Keep these members, of which there are several, in this order; `tied` are other layers that share it. Where
         members cannot be told apart from the parameters a method leaves this as it is.
         """
@@ -111,8 +111,8 @@ class Posterior(Keyed, ABC):
         return False
 
     @classmethod
-    def realise_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
-        """Realise the draws of all posteriors of this class in a model; a method may use fewer, larger operations."""
+    def draw_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
+        """Make the draws of all posteriors of this class in a model; a method may use fewer, larger operations."""
         for posterior in posteriors:
             posterior.values()
 
@@ -123,7 +123,7 @@ class Posterior(Keyed, ABC):
 
     @property
     def has_weights(self) -> bool:
-        """Whether this pass has a weight draw for each block of rows, which `materialise` gives."""
+        """Whether this pass has a weight draw for each block of rows, which `materialize` gives."""
         return False
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
@@ -181,7 +181,7 @@ class Posterior(Keyed, ABC):
         if found is None:
             raise RuntimeError(
                 "Draws exist only while the model is called. torch.jit.trace and script ask for them outside: "
-                "use slimbayes.export or torch.compile, or trace merge(model)."
+                "use slimbayes.export or torch.compile, or trace materialize(model, member=0)."
             )
         return found
 
@@ -195,13 +195,13 @@ class Posterior(Keyed, ABC):
         return self.noise.row if self.per_row else self.noise.block
 
     def values(self) -> Any:
-        """This pass's draw. Sharded parameters are whole only while their layer runs, so they are realised here, as are
+        """This pass's draw. Sharded parameters are whole only while their layer runs, so they are drawn here, as are
         draws that a reentrant checkpoint meets again.
         """
         current = self.current
         if self.key in current.values:
             return current.values[self.key]
-        values = self.realise(self.noise)
+        values = self.draw(self.noise)
         current.values[self.key] = values
         return values
 
@@ -275,7 +275,7 @@ class WeightPosterior(Posterior):
         """Apply this pass's draw of the linear map to x."""
         return linear.blocks(x, *self.weights(linear), self.current)
 
-    def materialise(
+    def materialize(
         self, linear: LinearMap, index: int
     ) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of draw `index` as plain tensors, for kernels that take nothing else."""

@@ -85,7 +85,7 @@ class CorrelatedPosterior(WeightPosterior):
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return math.prod(self.site.shape), 0
 
-    def realise(self, noise: Noise) -> Tensor:
+    def draw(self, noise: Noise) -> Tensor:
         """Deviations from the mean, (d, *shape)."""
         free = self._free(self.linear_map())
         return self.site.from_matrix(self.spread(self._normal(noise.block) * free))

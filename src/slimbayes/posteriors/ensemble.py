@@ -187,7 +187,7 @@ class Members(Posterior):
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return 0, 0
 
-    def realise(self, noise: Noise) -> Tensor:
+    def draw(self, noise: Noise) -> Tensor:
         """The member of each block of rows, (n,)."""
         return self.choices()
 
@@ -245,7 +245,7 @@ class EnsemblePosterior(Members):
         return ""
 
     @torch.no_grad()
-    def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
+    def keep_members(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
         if what := members[0] and self.unlike():
             raise ValueError(
                 f"Members differ in {what}, which is no parameter, so another cannot take the place of the first: join "

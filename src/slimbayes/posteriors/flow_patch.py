@@ -76,7 +76,7 @@ class FlowPosterior(WeightPosterior):
             d = d + bent.unsqueeze(1) * u
         return d, log_det
 
-    def realise(self, noise: Noise) -> tuple[Tensor, Tensor | None]:
+    def draw(self, noise: Noise) -> tuple[Tensor, Tensor | None]:
         """Deviations of the scales and of the biases, (n, *shape)."""
         weight, bias = self.deviations(noise.block)[0].tensor_split([self.size], 1)
         return weight.view(-1, *self.site.shape), bias.view(

@@ -15,7 +15,7 @@ Estimators of the expected likelihood, all unbiased:
                 Exact where a row meets the weights once; elsewhere positions draw independently, which must be asked
                 for.
 
-In a held pass (`frozen`) every estimator uses the plain weight draw: a function must stay the same over calls.
+In a held pass (`fixed_draws`) every estimator uses the plain weight draw: a function must stay the same over calls.
 
 Sizes: n draws or blocks of rows, R rows, in and out channels, m x n the matrix view.
 """
@@ -162,7 +162,7 @@ class GaussianPosterior(WeightPosterior):
         return self.noise.block.shape[1] > 0 and not self.per_row
 
     @classmethod
-    def realise_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
+    def draw_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
         """Signs of all layers take a dozen small operations, not a dozen for each."""
         alike: dict[Any, list[Any]] = {}
         for p in posteriors:
@@ -170,7 +170,7 @@ class GaussianPosterior(WeightPosterior):
             alike.setdefault(
                 (noise.row.device, noise.row.dtype) if noise.row.shape[1] else None, []
             ).append((p, noise))
-        super().realise_together([p for p, _ in alike.pop(None, [])], current)
+        super().draw_together([p for p, _ in alike.pop(None, [])], current)
         for same in alike.values():
             rows = [noise.row for _, noise in same]
             signs = rademacher(torch.cat(rows, 1)).split(
@@ -181,7 +181,7 @@ class GaussianPosterior(WeightPosterior):
                 for (p, own), part in zip(same, signs, strict=True)
             }
 
-    def realise(self, noise: Noise) -> Perturbation | None:
+    def draw(self, noise: Noise) -> Perturbation | None:
         return self._perturbation(
             noise, rademacher(noise.row) if self.per_row else None
         )

@@ -103,7 +103,7 @@ class JointNormalPosterior(WeightPosterior):
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return self.size, 0
 
-    def realise(self, noise: Noise) -> Any:
+    def draw(self, noise: Noise) -> Any:
         return self.draws_at(
             self._deviation(noise.block, self.by_member), self.by_member
         )
@@ -313,7 +313,7 @@ class JointFactors(JointNormalPosterior, Rank1Posterior):
         r, s, _ = self.root().split(self.parts, 1)
         return float((r @ s.mT).abs().max())
 
-    def realise(self, noise: Noise) -> Any:
+    def draw(self, noise: Noise) -> Any:
         if self.fitted and not torch.compiler.is_compiling():
             self.fitted, off = False, self.entangled()
             if off > MOST_ENTANGLED:
@@ -323,7 +323,7 @@ class JointFactors(JointNormalPosterior, Rank1Posterior):
                     f"laplace(..., prior=Normal(1.0, 0.2)) or over='r'.",
                     stacklevel=2,
                 )
-        return JointNormalPosterior.realise(self, noise)
+        return JointNormalPosterior.draw(self, noise)
 
     def locs(self) -> float | Tensor:
         if not self.parts[2]:
@@ -355,8 +355,8 @@ class JointFactors(JointNormalPosterior, Rank1Posterior):
 
     # What rank-1 posteriors join over layers is independent factors: these go one by one, as any posterior does.
     @classmethod
-    def realise_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
-        super(Rank1Posterior, cls).realise_together(posteriors, current)
+    def draw_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
+        super(Rank1Posterior, cls).draw_together(posteriors, current)
 
     @classmethod
     def kl_together(cls, posteriors: Sequence[Self]) -> list[Tensor]:

@@ -54,7 +54,7 @@ class DropoutPosterior(Posterior):
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return 0, 0
 
-    def realise(self, noise: Noise) -> None:
+    def draw(self, noise: Noise) -> None:
         """Nothing, before the input is seen."""
 
     def kl(self) -> Tensor:

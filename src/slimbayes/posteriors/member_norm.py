@@ -90,7 +90,7 @@ class MemberNormPosterior(Members):
             self.num_batches_tracked.zero_()
 
     @torch.no_grad()
-    def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
+    def keep_members(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
         self.members = len(members)
         for name, others in [*self._parameters.items(), *self._buffers.items()]:
             if others is None or name == "place":

@@ -170,11 +170,11 @@ class MixturePosterior(WeightPosterior):
             self.logits.copy_(probs.clamp_min(torch.finfo(torch.float32).tiny).log())
 
     @classmethod
-    def realise_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
-        picks.realise_alike(posteriors, current)
-        super().realise_together([p for p in posteriors if not p.joins], current)
+    def draw_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
+        picks.draw_alike(posteriors, current)
+        super().draw_together([p for p in posteriors if not p.joins], current)
 
-    def realise(self, noise: Noise) -> Assigned:
+    def draw(self, noise: Noise) -> Assigned:
         count = self.n_picks * (1 if self.logits is None else self.components)
         drawn, eps = (
             self.lines[:, :count],
@@ -302,12 +302,12 @@ class MixturePosterior(WeightPosterior):
         drawn: Assigned = self.values()
         return drawn.mixed if drawn.weight.shape[0] == 1 else None
 
-    def materialise(
+    def materialize(
         self, linear: LinearMap, index: int
     ) -> tuple[Tensor, Tensor | None]:
         drawn: Assigned = self.values()
         if drawn.mixed is None:
-            return super().materialise(linear, index)
+            return super().materialize(linear, index)
         weight, bias = drawn.mixed
         one = drawn.weight.shape[0] == 1
         return (

@@ -212,7 +212,7 @@ class Norm(NamedTuple):
     picked: Tensor
 
 
-def realise_alike(posteriors: Sequence[Any], current: Pass) -> None:
+def draw_alike(posteriors: Sequence[Any], current: Pass) -> None:
     """Draw the picks of layers in a handful of operations for all that are alike, and mix the scales of norms."""
     for assignment, by_row, same in _alike(posteriors, current):
         noise = [current.noise[p.key] for p in same]

@@ -44,7 +44,7 @@ class RadialPosterior(WeightPosterior):
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return math.prod(self.site.shape) + 1, 0
 
-    def realise(self, noise: Noise) -> Tensor:
+    def draw(self, noise: Noise) -> Tensor:
         """Deviations from the mean, (n, *shape)."""
         direction = noise.block[:, :-1].reshape(-1, *self.site.shape)
         direction = self.linear_map().masked(

@@ -75,7 +75,7 @@ class Rank1Posterior(WeightPosterior):
         return None if self.is_point else self.r.prior
 
     @torch.no_grad()
-    def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
+    def keep_members(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
         index, self.members = torch.tensor(members, device=self.device), len(members)
         lines = (
             nn.functional.pad(self.bias, (0, 0, 1, 0))[index]
@@ -130,13 +130,13 @@ class Rank1Posterior(WeightPosterior):
     def has_weights(self) -> bool:
         return not self.per_row or self.drawn == 1
 
-    def realise(self, noise: Noise) -> Drawn:
+    def draw(self, noise: Noise) -> Drawn:
         current = self.current
         FactorGroup([self]).draw(current)
         return current.values[self.key]
 
     @classmethod
-    def realise_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
+    def draw_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
         """All factors that are drawn alike in a handful of large operations, not a dozen small ones for each layer."""
         pairs = zip(posteriors, [current.noise[p.key] for p in posteriors], strict=True)
         kinds, places = (
@@ -227,7 +227,7 @@ class Rank1Posterior(WeightPosterior):
         current = linear.current or self.current
         drawn: Drawn = current.values.get(self.key) or self.values()
         if drawn.r.shape[0] == 1 and linear.absorbs and not self.additive:
-            return linear.op(x, *self.materialise(linear, 0))
+            return linear.op(x, *self.materialize(linear, 0))
         every = (
             drawn.lines
             if drawn.own is linear.bias and type(linear) is LinearMap
@@ -280,7 +280,7 @@ class Rank1Posterior(WeightPosterior):
         lines = lines if index is None else self._line(lines, index)
         return lines if given else own + lines.to(own.dtype)
 
-    def materialise(
+    def materialize(
         self, linear: LinearMap, index: int
     ) -> tuple[Tensor, Tensor | None]:
         drawn: Drawn = self.values()

@@ -22,7 +22,12 @@ from slimbayes.engine.sharing import evaluating
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.prediction.checks import check_inputs
 from slimbayes.prediction.draws import MOST_ROWS
-from slimbayes.prediction.sample import converted_posteriors, frozen, members, sample
+from slimbayes.prediction.sample import (
+    converted_posteriors,
+    fixed_draws,
+    members,
+    sample,
+)
 
 _FEW = 64
 
@@ -256,7 +261,7 @@ def loss_kind(model: nn.Module, batch: Mapping[str, Any]) -> LossKind:
     """What the loss that a model of transformers gives is: where labels are a class for each line of logits their
     cross-entropy, or another one "of classes": it may weigh them, or add a term.
     """
-    with torch.no_grad(), evaluating(model), frozen(model, seed=0):
+    with torch.no_grad(), evaluating(model), fixed_draws(model, seed=0):
         own = sample(model, fold=False, **batch).get("loss")
         logits = sample(model, fold=False, **without_labels(model, batch)[0])["logits"][
             0

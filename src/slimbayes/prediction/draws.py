@@ -52,7 +52,7 @@ class Draws:
         )  # of the Prediction
         self.held = calls.held_draws(
             "predict", self.posteriors, seed
-        )  # inside frozen these are all there are
+        )  # inside fixed_draws these are all there are
         drawn = (
             self.posteriors and self.held is None
         )  # else torch's generator is left alone
@@ -226,7 +226,7 @@ class Networks(Draws):
         super().__init__(model, chunk, share, fold, seed)
         if self.held is not None:
             raise ValueError(
-                'predict(draws="exact") inside `frozen`: held draws are all there are; call it outside.'
+                'predict(draws="exact") inside `fixed_draws`: held draws are all there are; call it outside.'
             )
         supports = self._supports()
         self.support = {

@@ -40,7 +40,7 @@ from slimbayes.errors import SlimbayesWarning, did_you_mean
 from slimbayes.prediction.averages import unsqueeze_like
 from slimbayes.prediction.batches import call_batch
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.prediction.sample import frozen, sample
+from slimbayes.prediction.sample import fixed_draws, members, sample
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
 _DRAWS = 2  # of each member: the same functions every time
@@ -52,7 +52,7 @@ def features_of(model: nn.Module, args: Any, kwargs: Any, at: str | None) -> Ten
         return args[0].float()
     if any(passes.pass_of(p.key) is not None for p in passes.posteriors_of(model)):
         raise ValueError(
-            f"The features of {at!r} belong to draws of their own: predict(..., far=) outside `frozen`."
+            f"The features of {at!r} belong to draws of their own: predict(..., far=) outside `fixed_draws`."
         )
     names = dict(model.named_modules())
     if at not in names or not at:
@@ -85,7 +85,7 @@ def _seen(
         if not passes.posteriors_of(model):
             model(*args, **kwargs)
         else:
-            stack.enter_context(frozen(model, _DRAWS, seed=0))
+            stack.enter_context(fixed_draws(model, _DRAWS * members(model), seed=0))
             sample(model, *args, fold=False, **kwargs)
     return found
 

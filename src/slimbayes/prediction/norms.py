@@ -24,10 +24,10 @@ from slimbayes.prediction.checks import check_draws
 from slimbayes.prediction.draws import member_weights
 from slimbayes.prediction.sample import (
     converted_posteriors,
-    frozen,
+    fixed_draws,
+    materialize,
     members,
     sample,
-    write_out,
 )
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -52,8 +52,8 @@ def refresh_norms(
         x: training inputs, as `predict` takes them: a tensor, or a loader whose targets are ignored. Two rows and more
             in every batch.
         per: "posterior" has one set of statistics for all draws (and one for each member where `MemberNorm` keeps them
-            apart): after weights were averaged, fine-tuned or loaded from elsewhere. "draw" writes S = members x draws
-            draws out, each with statistics of its own, and joins them as an `ensemble`: for mean-field and k-tied
+            apart): after weights were averaged, fine-tuned or loaded from elsewhere. "draw" makes S = members x draws
+            draws plain networks, each with statistics of its own, and joins them as an `ensemble`: for mean-field and k-tied
             posteriors with estimator "reparam" on networks with batch norm. It has the parameters of S networks.
         draws: draws of each member: for each batch, or in all with per="draw".
         inputs, seed: as in `predict`; with per="draw" the functions are those of `predict` with that seed.
@@ -86,8 +86,9 @@ def refresh_norms(
 
 
 def _by_draw(model: Model, x: Any, draws: int, inputs: int | None, seed: int) -> Model:
-    with frozen(model, draws, seed):
-        nets = [write_out(model, j) for j in range(draws * members(model))]
+    total = draws * members(model)
+    with fixed_draws(model, total, seed):
+        nets = [materialize(model, draw=j) for j in range(total)]
     with _measuring(nets):
         for args, kwargs in batches_of(
             model, x, None, inputs

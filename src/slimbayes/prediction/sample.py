@@ -1,5 +1,5 @@
-"""sample, frozen, mean, write_out and merge: run a model under S draws, hold draws or means over many calls, or write a
-draw or a member's mean into a plain model.
+"""sample, fixed_draws and materialize: run a model under S draws, hold draws over many calls, or copy a draw or a
+member's mean into a plain model.
 
 Sizes: S draws, B rows of the caller's batch, K members. Folded batches are draw-major: rows [j*B:(j+1)*B] belong to
 draw j, and draw j to member j mod K.
@@ -7,6 +7,7 @@ draw j, and draw j to member j mod K.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -117,59 +118,56 @@ def sample(
 
 
 @contextmanager
-def frozen(model: nn.Module, draws: int = 1, seed: Seed = None) -> Iterator[nn.Module]:
-    """Hold S = members x draws draws over every call inside the block: the same functions on every batch.
+def fixed_draws(
+    model: Model, draws: int | Literal["mean"] | None = None, seed: Seed = None
+) -> Iterator[Model]:
+    """Hold S draws over every call inside the block: the same functions on every batch.
 
-    Inside, `sample(model, x)` returns (S, B, ...) of the held draws, and a bare `model(x)` shares its rows out among
-    them. Methods that draw afresh for every row hold one draw for all rows here. Equal seeds hold equal functions, the
-    same that `predict` uses with that seed; by default the seed is the next number of torch's own generator.
-    Threads that begin inside hold nothing: run what they call by `contextvars.copy_context().run`.
+    Inside, `sample(model, x)` returns (S, B, ...) of the held draws, `predict(model, x)` averages them, and a plain
+    forward `model(x)` shares the examples of its batch out among them. Methods that draw afresh for every example hold
+    one draw for all of them here. Threads that begin inside hold nothing: run what they call by
+    `contextvars.copy_context().run`.
 
-    Example:
-        >>> import slimbayes as sb
-        >>> net = sb.bayesianize(nn.Linear(1, 1), sb.Rank1(members=1))
-        >>> x = torch.linspace(-1, 1, 5).unsqueeze(1)
-        >>> with frozen(net, draws=8):
-        ...     same = torch.equal(sample(net, x), sample(net, x))
-        >>> same
-        True
-    """
-    check_draws("frozen", draws)
-    posteriors = converted_posteriors(model)
-    if not posteriors:
-        yield model
-        return
-    if passes.pass_of(posteriors[0].key) is not None:
-        raise ValueError("frozen cannot be nested: draws are already held.")
-    new = Pass(calls.total_draws(posteriors, draws), 1, held=True)
-    noise.draw_numbered(posteriors, new, noise.seed_of(seed))
-    with passes.holding(new):
-        yield model
-
-
-@contextmanager
-def mean(model: Model) -> Iterator[Model]:
-    """Run the posterior mean over every call inside the block: each member's centre, without any noise.
-
-    A Cauchy or log-normal factor has its median, dropout is off. Members stay apart: inside, `sample(model, x)` and
-    `predict(model, x)` give one draw for each, and a bare `model(x)` shares its rows out among them.
+    Args:
+        model: a converted model, or a part of one.
+        draws: S, the total number of draws; one from each member by default. Draw j belongs to member j mod K. With
+            "mean" nothing is drawn: each member is held at its posterior mean, without any noise. A Cauchy or
+            log-normal factor has its median, and dropout is off.
+        seed: as in `sample`. Equal seeds hold equal functions, the same that `predict` uses with that seed; by default
+            the seed is the next number of torch's own generator.
 
     Example:
         >>> import slimbayes as sb
         >>> net, x = sb.bayesianize(nn.Linear(4, 3), sb.MeanField()), torch.randn(5, 4)
-        >>> with mean(net):
+        >>> with fixed_draws(net, 8):
+        ...     same = torch.equal(sample(net, x), sample(net, x))
+        >>> same
+        True
+        >>> with fixed_draws(net, "mean"):
         ...     torch.equal(net(x), nn.functional.linear(x, net.weight, net.bias))
         True
     """
+    if draws is not None:
+        check_draws("fixed_draws", draws, also=("mean",))
+    if draws == "mean" and seed is not None:
+        raise ValueError(
+            'fixed_draws(model, "mean") draws nothing, so it takes no seed.'
+        )
     posteriors = converted_posteriors(model)
     if any(passes.pass_of(p.key) is not None for p in posteriors):
         raise ValueError(
-            "mean cannot run inside frozen, another mean or a call of the model: draws are already held."
+            "fixed_draws cannot run inside another fixed_draws or a call of the model: draws are already held."
         )
     if not posteriors:
         yield model
         return
-    with passes.holding(central_pass(posteriors)):
+    if draws == "mean":
+        new = central_pass(posteriors)
+    else:
+        total = calls.total_draws(posteriors, 1) if draws is None else int(draws)
+        new = Pass(total, 1, held=True)
+        noise.draw_numbered(posteriors, new, noise.seed_of(seed))
+    with passes.holding(new):
         yield model
 
 
@@ -184,33 +182,98 @@ def central_pass(posteriors: Sequence[Any]) -> Pass:
     return new
 
 
-def write_out(model: Model, draw: int = 0) -> Model:
-    """A plain copy of a model with the weights of one draw that `frozen` holds: no posterior, the classes it had.
+def materialize(
+    model: Model,
+    *,
+    draw: int | None = None,
+    member: int | Literal["mean"] | None = None,
+) -> Model:
+    """A plain copy of a converted model, with the weights of one draw, of one member or of the members' mean.
+
+    The copy has no posterior and the classes that the model had before it was converted. The model itself stays as it
+    is. Give either `draw` or `member`.
 
     Args:
-        draw: number of the held draw, which belongs to member draw mod K.
+        model: a converted model, or a part of one.
+        draw: number of one of the S draws that `fixed_draws` holds, from 0 to S - 1; only inside its block. Draw j
+            belongs to member j mod K.
+        member: number of a member, from 0 to K - 1, whose weights are then at their mean, without any noise (medians,
+            of Cauchy and log-normal factors). "mean" averages the members' weights and biases, which for rank-1
+            methods is one network near all of them.
 
     Example:
         >>> import slimbayes as sb
         >>> net, x = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2)), torch.randn(5, 4)
-        >>> with frozen(net, draws=3):
-        ...     bool(torch.allclose(write_out(net, 4)(x), sample(net, x)[4], atol=1e-6))
+        >>> with fixed_draws(net, 6):
+        ...     plain = materialize(net, draw=4)
+        ...     bool(torch.allclose(plain(x), sample(net, x)[4], atol=1e-6))
+        True
+        >>> type(plain).__name__
+        'Linear'
+        >>> with fixed_draws(net, "mean"):
+        ...     means = sample(net, x)
+        >>> bool(torch.allclose(materialize(net, member=1)(x), means[1], atol=1e-6))
         True
     """
-    posteriors = converted_posteriors(model)
-    held = passes.pass_of(posteriors[0].key) if posteriors else None
-    held = held.frozen if isinstance(held, bare.Scope) else held
-    if posteriors and (held is None or not held.held or not 0 <= draw < held.total):
+    if (draw is None) == (member is None):
+        given = "neither" if draw is None else "both"
         raise ValueError(
-            f"write_out(model, {draw}) needs that draw to be held: call it inside `with frozen(model, draws=...):`."
+            f"materialize needs either a draw or a member, got {given}: materialize(model, draw=j) inside "
+            f'`with fixed_draws(model):`, or materialize(model, member=k), or member="mean".'
         )
-    if not posteriors or held is None:
+    posteriors = converted_posteriors(model)
+    if member is None:
+        return _materialize_draw(model, posteriors, draw)
+    return _materialize_member(model, posteriors, member)
+
+
+def _materialize_draw(model: Model, posteriors: Sequence[Any], draw: Any) -> Model:
+    """A plain copy with the weights of one of the draws that are held."""
+    if not posteriors:
         return debayesianize(copy_modules(model))
-    return passes.run(held.single(draw), write_out_draw, model)
+    held = passes.pass_of(posteriors[0].key)
+    held = held.fixed if isinstance(held, bare.Scope) else held
+    if held is None or not held.held:
+        raise ValueError(
+            f"materialize(model, draw={draw!r}) found no draws that are held: call it inside "
+            f"`with fixed_draws(model):`."
+        )
+    if not isinstance(draw, Integral) or not 0 <= int(draw) < held.total:
+        raise ValueError(
+            f"materialize: draw must be a number from 0 to {held.total - 1}, got {draw!r}."
+        )
+    return passes.run(held.single(int(draw)), _plain_copy, model)
 
 
 @torch.no_grad()
-def write_out_draw(model: Model) -> Model:
+def _materialize_member(model: Model, posteriors: Sequence[Any], member: Any) -> Model:
+    """A plain copy with the weights of one member at its mean, or the average of all members' ones."""
+    total = calls.total_draws(posteriors, 1)
+    if member != "mean" and not (
+        isinstance(member, Integral) and 0 <= int(member) < total
+    ):
+        raise ValueError(
+            f'materialize: member must be "mean" or a number from 0 to {total - 1}, got {member!r}.'
+        )
+    if not posteriors:
+        return debayesianize(copy_modules(model))
+    means = central_pass(posteriors)
+    if member != "mean":
+        return passes.run(means.single(int(member)), _plain_copy, model)
+    every = [passes.run(means.single(k), _plain_copy, model) for k in range(total)]
+    averages = []
+    for tensors in zip(*(plain.state_dict().values() for plain in every), strict=True):
+        if isinstance(tensors[0], Tensor) and tensors[0].is_floating_point():
+            wide = torch.promote_types(tensors[0].dtype, torch.float32)
+            average = torch.stack([t.to(wide) for t in tensors]).mean(0)
+            averages.append((tensors[0], average))
+    for own, average in averages:  # only now: a tied one is listed under all its names
+        own.copy_(average)
+    return every[0]
+
+
+@torch.no_grad()
+def _plain_copy(model: Model) -> Model:
     """A plain copy with the weights of the one draw of the pass under way."""
     if isinstance(model, Converted) and not isinstance(model, BayesLayer):
         members: Any = model.posterior["members"]
@@ -224,7 +287,7 @@ def write_out_draw(model: Model) -> Model:
             _fill(plain.get_submodule(name), layer)
         elif isinstance(layer, Converted):
             parent, _, last = name.rpartition(".")
-            setattr(plain.get_submodule(parent), last, write_out_draw(layer))
+            setattr(plain.get_submodule(parent), last, _plain_copy(layer))
     return plain
 
 
@@ -234,48 +297,8 @@ def _fill(plain: nn.Module, layer: BayesLayer) -> None:
         posterior: Any = layer.posterior[site.name]
         linear = layer.linear_map(site.name)
         if not posterior.has_weights or linear.weight.is_meta:
-            what = f"a draw of {type(posterior).__name__}, or on the meta device, is no weight that can be written out"
-            raise ValueError(f"{posterior.name}: {what}.")
-        layer.write_draw(plain, site, *posterior.materialise(linear, 0))
-
-
-@torch.no_grad()
-def merge(model: Model, member: int | Literal["mean"] = 0) -> Model:
-    """A plain copy of a converted model whose weights are those of one member at its mean, or the mean of all members.
-
-    Noise is gone: factors and weights are at their means (medians, of log-normal factors). The mean of members is that
-    of their weights and biases, which for rank-1 methods is one network near all of them.
-
-    Args:
-        model: a converted model; it stays as it is.
-        member: number of the member, or "mean".
-
-    Example:
-        >>> import slimbayes as sb
-        >>> net = sb.bayesianize(nn.Linear(4, 3), sb.BatchEnsemble(members=2))
-        >>> plain, x = merge(net, member=1), torch.randn(5, 4)
-        >>> type(plain).__name__, bool(torch.allclose(plain(x), sb.sample(net, x)[1], atol=1e-6))
-        ('Linear', True)
-    """
-    posteriors = converted_posteriors(model)
-    if not posteriors:
-        return debayesianize(copy_modules(model))
-    total = calls.total_draws(posteriors, 1)
-    if member != "mean" and not (isinstance(member, int) and 0 <= member < total):
-        raise ValueError(
-            f'merge: member must be "mean" or a number from 0 to {total - 1}, got {member!r}.'
-        )
-    new = central_pass(posteriors)
-    if member != "mean":
-        return passes.run(new.single(member), write_out_draw, model)
-    every = [passes.run(new.single(k), write_out_draw, model) for k in range(total)]
-    means = []
-    for tensors in zip(*(plain.state_dict().values() for plain in every), strict=True):
-        if isinstance(tensors[0], Tensor) and tensors[0].is_floating_point():
-            wide = torch.promote_types(tensors[0].dtype, torch.float32)
-            means.append(
-                (tensors[0], torch.stack([t.to(wide) for t in tensors]).mean(0))
+            raise ValueError(
+                f"{posterior.name}: a draw of {type(posterior).__name__}, or on the meta device, is no weight that a "
+                f"plain layer can hold."
             )
-    for own, mean in means:  # only now: what is tied is listed under each of its names
-        own.copy_(mean)
-    return every[0]
+        layer.write_draw(plain, site, *posterior.materialize(linear, 0))

@@ -22,7 +22,7 @@ from slimbayes.engine.passes import posteriors_of
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.mixture import MixturePosterior
 from slimbayes.prediction.predict import predict
-from slimbayes.prediction.sample import frozen
+from slimbayes.prediction.sample import fixed_draws
 from slimbayes.train.likelihoods import LikelihoodName
 
 
@@ -84,7 +84,7 @@ def stack(
             posterior.set_probabilities(
                 torch.full((posterior.components,), 1 / posterior.components)
             )
-        with frozen(model, draws, seed):
+        with fixed_draws(model, draws, seed):
             held, choices = scores(), torch.stack([p.choices() for p in posteriors], 1)
         found = factored_weights(
             held, choices, [p.components for p in posteriors], prior

@@ -126,7 +126,7 @@ class MemberNorm(SiteConfig):
 @dataclass(frozen=True, kw_only=True)
 class MCDropout(SiteConfig):
     """Dropout that is part of the posterior: active in eval mode, drawn afresh for every row by `sample`, one mask for
-    all rows under each draw of `predict` and `frozen`.
+    all rows under each draw of `predict` and `fixed_draws`.
 
     Args:
         rate: probability of dropping a unit; by default a dropout layer's own, and 0.005 (the paper's) elsewhere.
