@@ -126,6 +126,7 @@ def test_a_process_that_is_gone_is_named_instead_of_the_collective_it_broke(
 ) -> None:
     watching = rank_0(tmp_path, Heartbeat(3, "now", other.pid, HOST, "step 7"))
     other.kill()
+    other.wait()  # a signal takes its time
     with pytest.raises(Left), watching:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
     assert f"Rank 1 (process {other.pid} on {HOST}) is gone" in capsys.readouterr().err
