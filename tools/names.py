@@ -244,9 +244,16 @@ def read() -> list[Row]:
         return list(csv.DictReader(file, delimiter="\t"))
 
 
+def is_there(row: Row, tree: dict[str, str]) -> bool:
+    """Whether a name is in the tree; what goes may have moved to the laboratory before."""
+    name = row["name"]
+    paths = places((name,)) if row["state"] == "gone" else [name]
+    return any(path in tree for path in paths)
+
+
 def fault(row: Row, tree: dict[str, str]) -> str:
     """What is wrong with a row of the table; nothing if it agrees with the tree."""
-    old, new, done = row["name"] in tree, row["new"] in tree, row["done"] == "yes"
+    old, new, done = is_there(row, tree), row["new"] in tree, row["done"] == "yes"
     if row["state"] == "stays":
         return "" if old else "should stay, and is missing"
     if row["state"] not in ("renamed", "gone") or not row["reason"]:
@@ -259,7 +266,8 @@ def fault(row: Row, tree: dict[str, str]) -> str:
 
 
 def faults(rows: list[Row], tree: dict[str, str]) -> list[str]:
-    said = [f"{row['kind']} {row['name']} {fault(row, tree)}" for row in rows if fault(row, tree)]  # fmt: skip
+    found = [(row, fault(row, tree)) for row in rows]
+    said = [f"{row['kind']} {row['name']} {what}" for row, what in found if what]
     known = [row["name"] for row in rows]
     twice = {name for name in known if known.count(name) > 1}
     return said + [f"{name} has two rows" for name in sorted(twice)]
@@ -271,7 +279,7 @@ def pending(rows: list[Row]) -> list[Row]:
 
 def mark_done(rows: list[Row], tree: dict[str, str]) -> None:
     for row in pending(rows):
-        if row["name"] not in tree and not fault(row, tree):
+        if not is_there(row, tree) and not fault(row, tree):
             row["done"] = "yes"
     with TABLE.open("w", newline="") as file:
         table = csv.DictWriter(file, rows[0], delimiter="\t", lineterminator="\n")

@@ -63,6 +63,11 @@ def test_a_tree_that_disagrees_is_told(names: ModuleType, row: Any, tree: str) -
     assert told.startswith("function old ")
 
 
+def test_what_goes_is_also_looked_for_in_the_laboratory(names: ModuleType) -> None:
+    gone = row("gone", done="yes") | {"name": "slimbayes.data.mimic4"}
+    assert names.faults([gone], {"slimbayes_lab.data.mimic4": "function"})
+
+
 def test_a_name_with_two_rows_is_told(names: ModuleType) -> None:
     twice = [row("stays"), row("gone")]
     assert names.faults(twice, {"old": "function"}) == ["old has two rows"]
