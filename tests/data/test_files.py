@@ -2,9 +2,11 @@
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +26,6 @@ def save_forever(folder: Path) -> None:
         files.write_folder(folder, {"a": os.urandom(200_000), "b": b"b"})
 
 
-def kill_on_the_way(run: object, place: Path) -> None:
-    """Kill a writer with SIGKILL at a moment at which it has a draft."""
-    child = forks.start(run, place)  # type: ignore[arg-type]
-    deadline = time.monotonic() + 20
-    while (
-        not any(p.name.startswith(".") for p in place.parent.iterdir())
-        and time.monotonic() < deadline
-    ):
-        pass
-    child.kill()
-    child.join()
-
-
 def hidden(folder: Path) -> list[str]:
     return [p.name for p in folder.iterdir() if p.name.startswith(".")]
 
@@ -44,13 +33,14 @@ def hidden(folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [write_forever, save_forever])
 def test_what_killed_writers_left_is_swept_by_the_next(
-    run: object, tmp_path: Path
+    run: Callable[[Path], None], tmp_path: Path
 ) -> None:
     left = 0
-    for _ in range(6):
-        kill_on_the_way(run, tmp_path / "p")
+    for moment in range(1, 13):
+        child = forks.start(forks.killed_at, moment, tmp_path, run, tmp_path / "p")
+        assert forks.exit_codes([child], seconds=100) == [-signal.SIGKILL]
         left += len(hidden(tmp_path))
-    assert left, "no writer was killed in time"
+    assert left, "no writer was killed while it had a draft"
     if run is write_forever:
         files.write_text(tmp_path / "p", "new")
     else:

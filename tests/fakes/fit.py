@@ -1,7 +1,7 @@
 """A stand-in for `slimbayes fit` that starts at once and "trains" as `plan.json` in its run directory says.
 
 Plan: steps; pause, seconds of a step; every, steps between checkpoints; die, {start: [step, -signal or exit code]};
-deaf, ignore SIGTERM; hash, of the record at the end. It notes its starts, its GPU, and that it was asked to stop.
+deaf, ignore SIGTERM; together, wait until so many runs of this sweep have started; hash, of the record at the end. It notes its starts, its GPU, and that it was asked to stop.
 """
 
 import json
@@ -34,6 +34,8 @@ def main() -> None:
     done = [int(p.name[5:]) for p in folder.glob("checkpoints/step-*")]
     step = max(done, default=0) if "--resume" in words else 0
     death = plan.get("die", {}).get(str(start)) or plan.get("die", {}).get("always")
+    while len(list(folder.parent.glob("*/starts"))) < plan.get("together", 0):
+        time.sleep(0.01)
     while step < plan.get("steps", 5):
         time.sleep(plan.get("pause", 0.02))
         step += 1

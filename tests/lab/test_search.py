@@ -194,14 +194,14 @@ def test_the_value_is_of_the_weights_that_were_kept(tmp_path: Path) -> None:
 def test_a_real_trial_is_pruned_and_leaves_a_checkpoint(
     tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rate of 1e-7 leaves it at chance: it is stopped long before its thousand epochs."""
+    """A rate of 1e-7 leaves it at chance: it is stopped, for its million epochs would take hours."""
     monkeypatch.setattr(
         process,
         "subprocess",
         SimpleNamespace(**vars(subprocess) | {"Popen": forks.Popen}),
     )
     config.write_text(
-        yaml.safe_dump(BASE | {"train": BASE["train"] | {"epochs": 1000}})
+        yaml.safe_dump(BASE | {"train": BASE["train"] | {"epochs": 1_000_000}})
     )
     study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=1.0))
 
@@ -216,6 +216,4 @@ def test_a_real_trial_is_pruned_and_leaves_a_checkpoint(
     )
     assert [trial.state.name for trial in study.trials] == ["PRUNED"]
     (pruned,) = (tmp_path / "runs").iterdir()
-    assert len((pruned / "metrics.csv").read_text().splitlines()) < 1001 and list(
-        pruned.glob("checkpoints/step-*")
-    )
+    assert list(pruned.glob("checkpoints/step-*"))

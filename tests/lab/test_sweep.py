@@ -23,6 +23,7 @@ from slimbayes.lab.configs.files import ConfigError, load, validate
 from slimbayes.lab.runs import process as launch
 from slimbayes.lab.runs.folder import open_run
 from slimbayes.lab.runs.process import Run, train
+from slimbayes.lab.runs.step import TrainingStep
 from slimbayes.lab.sweep import combinations, sweep, visible_gpus
 from slimbayes.report.record import read
 
@@ -320,7 +321,7 @@ def test_jobs_and_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert visible_gpus("auto") == ()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5,7")
     assert visible_gpus("auto") == ("3", "5", "7") and visible_gpus("cpu") == ()
-    runs = planned(tmp_path, "seed=[0, 1, 2, 3, 4, 5]", steps=5, pause=0.1)
+    runs = planned(tmp_path, "seed=[0, 1, 2, 3, 4, 5]", together=4)
     assert (
         sweep(
             tmp_path / "config.yaml",
@@ -476,35 +477,35 @@ def test_a_run_that_another_process_trains_is_not_written_to(
 def test_a_sweep_with_a_kill_and_a_second_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Kill a real run as soon as it has started: it is started again; then call again. Forks import nothing."""
+    """A real run is killed before its second step and started again; then call again. Forks import nothing."""
     monkeypatch.setenv("COLUMNS", "200")
-    file, out, plain, first = (
-        write(tmp_path),
-        tmp_path / "out",
-        launch._process,
-        list[int](),
-    )
+    file, out = write(tmp_path), tmp_path / "out"
+    started = list[forks.Popen]()
+    real_start, real_step = launch._process, TrainingStep.__call__
 
-    def killing(*given: Any) -> Any:
-        process = plain(*given)
-        if not first:
-            time.sleep(0.2)
-            process.kill()
-        first.append(len(first))
-        return process
+    def start(*given: Any) -> Any:
+        started.append(real_start(*given))  # type: ignore[arg-type]
+        return started[-1]
+
+    def step(self: TrainingStep, batch: Any, number: int, *rest: Any) -> None:
+        if number == 1 and not started:  # in the first fork, made before it was noted
+            os.kill(os.getpid(), signal.SIGKILL)
+        real_step(self, batch, number, *rest)
 
     monkeypatch.setattr(
         launch,
         "subprocess",
         SimpleNamespace(**vars(subprocess) | {"Popen": forks.Popen}),
     )
-    monkeypatch.setattr(launch, "_process", killing)
+    monkeypatch.setattr(launch, "_process", start)
+    monkeypatch.setattr(TrainingStep, "__call__", step)
     assert sweep(file, out, accelerator="cpu") == 0
     told = capsys.readouterr()
     assert (
         "1 runs: 1 finished" in told.out
+        and "was killed by SIGKILL" in told.err
         and "started again" in told.err
-        and len(first) == 2
+        and len(started) == 2
     )
     (digits,) = points(tmp_path)
     record = read(digits.folder)

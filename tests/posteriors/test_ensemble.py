@@ -1328,7 +1328,7 @@ def test_a_thread_finds_an_ensemble_while_another_runs_member_0() -> None:
                 and not inside.is_set()
             ):
                 inside.set()
-                assert go_on.wait(20)
+                assert go_on.wait(100)
             return self.a(x)
 
     net, x = (
@@ -1344,7 +1344,7 @@ def test_a_thread_finds_an_ensemble_while_another_runs_member_0() -> None:
     )
     other.start()
     try:
-        assert inside.wait(20)
+        assert inside.wait(100)
         here = sb.predict(net, x, likelihood="gaussian").samples
     finally:
         go_on.set()

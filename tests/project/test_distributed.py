@@ -347,9 +347,8 @@ def fsdp_save(rank: int, folder: Path) -> Result:
 
 def work(rank: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
-    limit = timedelta(
-        seconds=20
-    )  # a rank that waits for one that failed must not wait for ever
+    # A rank that waits for one that failed must not wait for ever.
+    limit = timedelta(seconds=60)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder / 'store'}",
