@@ -184,7 +184,7 @@ def small_net(seed: int = 0) -> Any:
 
 def entries(folder: Path) -> set[str]:
     """Names in a folder, hidden ones too, without locks."""
-    return {p.name for p in folder.iterdir()} - {".lock", ".claim"}
+    return {p.name for p in folder.iterdir()} - {".slimbayes", ".claim"}
 
 
 def stopwatch() -> Callable[[], float]:

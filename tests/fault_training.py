@@ -104,7 +104,7 @@ def kill_write(place: Path, dice: random.Random) -> Count:
         cut = place / str(number)
         ask(until_sync, number, fit, chosen, cut, EVERY_STEP)
         fit(chosen, cut, EVERY_STEP, True)
-        left = {str(p.relative_to(cut)) for p in cut.rglob(".*")} - {".lock"}
+        left = {str(p.relative_to(cut)) for p in cut.rglob(".*")} - {".slimbayes"}
         same = ends_alike(cut, whole)
         count.add(
             same and not left,

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from slimbayes.data.dataset import Dataset, Found, Split
 from slimbayes.data.sources import SOURCES, find, root_folder
 from slimbayes.data.stays import mortality
-from slimbayes.files import replacing
+from slimbayes.files import claim_folder, replacing
 
 FORMAT = (
     "3"  # of a cache: raise it when a reader gives other numbers for the same files
@@ -270,7 +270,7 @@ def _write_cache(
     folder: Path, name: str, found: Found, root: Path, progress: Progress
 ) -> None:
     """All splits of a set, one at a time in memory."""
-    folder.mkdir(parents=True, exist_ok=True)
+    claim_folder(folder, [_cache_file(folder, split).name for split in found.splits])
     files = found.files()
     sources = [_entry(file, root) for file in files]
     about = {"format": FORMAT, "name": name, "sources": json.dumps(sources)}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from slimbayes.lab.configs.experiment import Experiment
-from slimbayes.lab.runs.folder import default_folder, write_config
+from slimbayes.lab.runs.folder import RunError, claim_run, default_folder, write_config
 from slimbayes.report.record import RecordError, read
 
 COMMAND = (sys.executable, "-m", "slimbayes.lab.command")
@@ -52,7 +52,7 @@ class Run:
     @contextmanager
     def claimed(self) -> Iterator[IO[str] | None]:
         """Hold the run; None where another call does. A call that dies lets go of it when its process has ended."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        claim_run(self.folder)
         with open(self.folder / ".claim", "a") as claim:
             try:
                 fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,7 +91,7 @@ def train(
                 if not reason.startswith("was killed"):
                     break
                 _say(run, f"{reason}, started again" if start < STARTS - 1 else reason)
-    except OSError as error:
+    except (OSError, RunError) as error:
         state, reason = "failed", str(error)
     _say(run, state)
     return state, reason
