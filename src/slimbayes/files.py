@@ -42,6 +42,8 @@ MARKER = ".slimbayes"  # lists what commands may replace in a folder
 _MARKER_HEAD = "# Written by slimbayes, which may replace these files of this folder:"
 # Seconds after which a draft of another machine counts as left behind.
 _FOREIGN = 12 * 3600.0
+# A manifest that is not there, is no regular file, or is too large.
+_NO_MANIFEST = (errno.ENOENT, errno.EINVAL, errno.EFBIG)
 # .<name>.slimbayes-<machine>-<process>-<token>: a file that is being written.
 _DRAFT = re.compile(
     r"\..*\.slimbayes-([0-9a-f]{8})-(\d+)-[0-9a-f]{8}",
@@ -307,6 +309,9 @@ def _own_files(folder: Path, path: Path) -> dict[str, str]:
     try:
         listed = _read_manifest(folder, set())
     except CheckpointError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno not in _NO_MANIFEST:
+            raise cause from None  # whose it is cannot be told
         raise CheckpointError(
             f"{path} was not written by slimbayes, so it is not replaced: it holds {_enumerated(others)}, and no "
             f"{MANIFEST} that lists just these. Choose another path, such as {path / 'posterior'}."
