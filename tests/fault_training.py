@@ -170,8 +170,8 @@ def swept_save(place: Path, dice: random.Random) -> Count:
         ask(until_sync, number, sb.save, net, folder)
         sb.save(net, folder)
         count.add(
-            entries(folder.parent) == {"net"},
-            f"sync {number}: left {sorted(entries(folder.parent))}",
+            entries(folder.parent) == {"net"} and len(entries(folder)) == 3,
+            f"sync {number}: left {sorted(entries(folder.parent) | entries(folder))}",
         )
     return count
 

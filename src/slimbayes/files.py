@@ -4,7 +4,7 @@ replacing                           one file, written piece by piece, then put i
 write_text, write_json, write_csv, write_bytes      one file, at once
 check_output                        refuses an output file that is there already
 claim_folder                        refuses a folder that holds files which a command would replace
-write_folder, read_folder, remove_folder            a folder with the sha256 of each file in its manifest.json
+write_folder, read_folder, remove_folder, tidy_folder       a folder with the sha256 of each file in its manifest.json
 remove_drafts                       removes what killed writers left
 
 How a folder is replaced: its manifest says which contents belong to it. New contents are written beside the old ones,
@@ -204,6 +204,13 @@ def remove_folder(path: Path) -> None:
         (folder / MANIFEST).unlink(missing_ok=True)
         _tidy(folder, {})
         folder.rmdir()
+
+
+def tidy_folder(path: Path) -> None:
+    """Finish or undo what a killed writer had begun in a folder of `write_folder`, which `load` reads either way."""
+    folder = Path(os.path.realpath(path))
+    with _exclusive(folder):
+        _tidy(folder, _own_files(folder, path))
 
 
 def read_folder(folder: Path, needed: set[str]) -> dict[str, bytes]:

@@ -98,13 +98,15 @@ def test_a_config_of_the_user_s_is_not_rewritten_where_a_run_would_be(
     assert contents(tmp_path) == {"config.yaml": text.encode()}
 
 
-def test_a_refused_run_removes_only_what_it_wrote(tmp_path: Path) -> None:
-    with (
-        pytest.raises(Refused),
-        open_run(tmp_path / "run", experiment(), resume=False),
-    ):
-        (tmp_path / "run" / "notes.txt").write_text("mine")
+def refuse_with_notes(folder: Path) -> None:
+    with open_run(folder, experiment(), resume=False):
+        (folder / "notes.txt").write_text("mine")
         raise Refused
+
+
+def test_a_refused_run_removes_only_what_it_wrote(tmp_path: Path) -> None:
+    with pytest.raises(Refused):
+        refuse_with_notes(tmp_path / "run")
     assert contents(tmp_path) == {"run": "folder", "run/notes.txt": b"mine"}
 
 

@@ -26,6 +26,7 @@ from slimbayes.files import (
     as_json,
     read_folder,
     remove_folder,
+    tidy_folder,
     write_folder,
 )
 from slimbayes.untrusted import parse_json
@@ -71,6 +72,16 @@ def save_checkpoint(
         if old not in kept:
             with suppress(CheckpointError, OSError):  # what else is in it stays
                 remove_folder(old)
+
+
+def tidy_checkpoints(folder: Path) -> None:
+    """Remove what killed processes left: drafts, and checkpoints that were only begun."""
+    for path in folder.glob("step-*[0-9]"):
+        with suppress(CheckpointError, OSError):  # what else is in it stays
+            if (path / MANIFEST).exists():
+                tidy_folder(path)
+            else:
+                remove_folder(path)
 
 
 def latest_checkpoint(

@@ -39,6 +39,7 @@ from slimbayes.files import (
 from slimbayes.lab.configs.experiment import Experiment
 from slimbayes.lab.configs.files import ConfigError, read_tree, validate
 from slimbayes.lab.configs.yaml_text import dump
+from slimbayes.lab.runs.checkpoints import tidy_checkpoints
 from slimbayes.report.record import note_unsealed
 from slimbayes.untrusted import parse_json, read_file
 
@@ -127,6 +128,7 @@ def _prepare(folder: Path, experiment: Experiment, resume: bool, lock: IO[str]) 
             f"{folder} holds an unfinished run. Continue it with --resume, or choose another directory with --out."
         )
     remove_drafts(folder)
+    tidy_checkpoints(folder / "checkpoints")
     unseal(folder)
     write_config(folder, experiment)
     write_json(folder / "environment.json", environment())
