@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from slimbayes.files import claim_folder
 from slimbayes.lab.configs.files import load, read_tree, row_names
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.runs.fit import fit
@@ -67,6 +68,7 @@ def main() -> None:
     args = parser.parse_args()
     start, console = time.perf_counter(), Console()
     changes = [f"train.epochs={args.epochs}"] if args.epochs else []
+    claim_folder(args.out, ["report.html"])  # one that is there already is ours
     runs = run_all(args.seeds, changes, args.out, args.jobs, console)
     for on in ("test", "corrupted", "ood"):
         metrics = ("auroc",) if on == "ood" else ("accuracy", "nll", "ece")

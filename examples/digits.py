@@ -28,6 +28,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 import slimbayes as sb
+from slimbayes.files import claim_folder
 
 matplotlib.use("Agg")  # draws into a file, needs no screen
 import matplotlib.pyplot as plt
@@ -434,7 +435,6 @@ def draw(path: Path, judged: dict[str, Judged], x: Tensor, y: Tensor) -> None:
         strangers(x)["inverted"],
         "inverted",
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -443,6 +443,7 @@ def main(epochs: int = 30, out: Path = Path("demo/digits.png")) -> dict[str, Any
     """Train, judge, print and draw; returns {method: {scores, auroc, parameters, seconds}}."""
     torch.set_num_threads(1)  # tensors this small only lose time to a second thread
     console = Console()
+    claim_folder(out.parent, [out.name])  # a picture that is there already is ours
     data = digits()
     judged = {}
     with Progress(

@@ -15,6 +15,7 @@ from typing import Any
 from lab_configs import CPU, X, dense, experiment
 
 import slimbayes as sb
+from slimbayes.files import MARKER
 from slimbayes.lab.runs.fit import fit
 from slimbayes.lab.runs.folder import RunError
 from slimbayes.lab.runs.training import Diverged
@@ -184,7 +185,7 @@ def small_net(seed: int = 0) -> Any:
 
 def entries(folder: Path) -> set[str]:
     """Names in a folder, hidden ones too, without the lock."""
-    return {p.name for p in folder.iterdir()} - {".lock"}
+    return {p.name for p in folder.iterdir()} - {MARKER}
 
 
 def stopwatch() -> Callable[[], float]:

@@ -104,7 +104,7 @@ def kill_write(place: Path, dice: random.Random) -> Count:
         cut = place / str(number)
         ask(until_sync, number, fit, chosen, cut, EVERY_STEP)
         fit(chosen, cut, EVERY_STEP, True)
-        left = {str(p.relative_to(cut)) for p in cut.rglob(".*")} - {".lock"}
+        left = {str(p.relative_to(cut)) for p in cut.rglob(".*")} - {".slimbayes"}
         same = ends_alike(cut, whole)
         count.add(
             same and not left,
@@ -170,8 +170,8 @@ def swept_save(place: Path, dice: random.Random) -> Count:
         ask(until_sync, number, sb.save, net, folder)
         sb.save(net, folder)
         count.add(
-            entries(folder.parent) == {"net"},
-            f"sync {number}: left {sorted(entries(folder.parent))}",
+            entries(folder.parent) == {"net"} and len(entries(folder)) == 3,
+            f"sync {number}: left {sorted(entries(folder.parent) | entries(folder))}",
         )
     return count
 

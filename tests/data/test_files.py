@@ -27,7 +27,8 @@ def save_forever(folder: Path) -> None:
 
 
 def hidden(folder: Path) -> list[str]:
-    return [p.name for p in folder.iterdir() if p.name.startswith(".")]
+    """Names of hidden files at any depth."""
+    return [name for _, _, names in os.walk(folder) for name in names if name[0] == "."]
 
 
 @pytest.mark.slow
@@ -48,35 +49,32 @@ def test_what_killed_writers_left_is_swept_by_the_next(
     assert hidden(tmp_path) == []
 
 
+def draft(name: str, process: int = 2**22 + 1, machine: str = "") -> str:
+    """The name of a draft; by default of a process of this machine that is gone."""
+    return f".{name}.slimbayes-{machine or files._machine()}-{process}-00000000"
+
+
 def test_drafts_of_the_living_and_files_of_others_stay(tmp_path: Path) -> None:
-    here, old = files._machine(), time.time() - 13 * 3600
+    old = time.time() - 13 * 3600
     stays = [
-        f".p.draft-{here}-{os.getpid()}-00000000", ".p.draft-00000000-1-00000000", ".p.draft-mine", ".p.12345",
-        "p.draft-00000000-1-00000000", ".step-00000001.abcdefgh",
+        draft("p", os.getpid()), draft("p", 1, "00000000"), ".p.slimbayes-mine", ".p.12345", draft("p")[1:],
+        ".p.draft-00000000-1-00000000",
     ]  # fmt: skip
-    goes = [
-        ".q.draft-00000000-1-00000000",
-        f".q.draft-{here}-{2**22 + 1}-00000000",
-        ".step-00000002.abcdefgh",
-    ]
+    goes = [draft("q"), draft("q", 1, "11111111")]
     for name in stays + goes:
-        (tmp_path / name).mkdir() if name.startswith(".step") else (
-            tmp_path / name
-        ).touch()
-    for name in ("p.draft-00000000-1-00000000", ".p.12345", *goes):
+        (tmp_path / name).touch()
+    for name in (".p.12345", ".p.draft-00000000-1-00000000", *goes):
         os.utime(tmp_path / name, (old, old))
+    (tmp_path / draft("folder")).mkdir()
     files.remove_drafts(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(stays)
+    assert {p.name for p in tmp_path.iterdir()} == {*stays, draft("folder")}
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "file").touch()
-    (tmp_path / f".p.draft-{files._machine()}-{2**22 + 1}-00000000").symlink_to(
-        tmp_path / "kept"
-    )
+    (tmp_path / "kept").touch()
+    (tmp_path / draft("p")).symlink_to("kept")
     files.remove_drafts(tmp_path)
-    assert (tmp_path / "kept" / "file").exists()
+    assert (tmp_path / "kept").exists() and (tmp_path / draft("p")).is_symlink()
 
 
 def test_a_full_disk_names_the_file_and_leaves_what_was_there(tmp_path: Path) -> None:
@@ -132,42 +130,30 @@ def test_new_files_are_readable_as_any_other(tmp_path: Path) -> None:
     assert (tmp_path / "p").stat().st_mode & 0o777 == 0o644
 
 
-def test_a_draft_that_another_process_removes_first_hides_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafts = [
-        tmp_path / f".p.draft-{files._machine()}-{2**22 + 1}-0000000{i}"
-        for i in range(3)
-    ]
-    for draft in drafts:
-        draft.touch()
-    is_left, gone = files._is_left, []
-
-    def meanwhile(entry: "os.DirEntry[str]") -> bool:
-        found = is_left(entry)
-        if not gone:
-            gone.append(entry.name)
-            os.unlink(entry.path)
-        return found
-
-    monkeypatch.setattr(files, "_is_left", meanwhile)
-    files.remove_drafts(tmp_path)
-    assert gone and hidden(tmp_path) == []
-
-
 def test_a_draft_that_cannot_be_removed_hides_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for i in range(3):
-        (tmp_path / f".p.draft-{files._machine()}-{2**22 + 1}-0000000{i}").mkdir()
-    remove, tried = os.rmdir, []
+    for name in "abc":
+        (tmp_path / draft(name)).touch()
+    remove, tried = os.unlink, []
 
-    def refuse_the_first(*args: Any, **kwargs: Any) -> None:
-        tried.append(args)
+    def refuse_the_first(path: Any) -> None:
+        tried.append(path)
         if len(tried) == 1:
             raise PermissionError
-        remove(*args, **kwargs)
+        remove(path)
 
-    monkeypatch.setattr(os, "rmdir", refuse_the_first)
+    monkeypatch.setattr(os, "unlink", refuse_the_first)
     files.remove_drafts(tmp_path)
     assert len(hidden(tmp_path)) == 1
+
+
+def test_a_folder_is_removed_only_if_nothing_else_is_in_it(tmp_path: Path) -> None:
+    folder = files.write_folder(tmp_path / "p", {"a": b"a"})
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(files.CheckpointError, match=r"it holds notes\.txt"):
+        files.remove_folder(folder)
+    assert files.read_folder(folder, {"a"}) == {"a": b"a"}
+    (folder / "notes.txt").unlink()
+    files.remove_folder(folder)
+    assert not folder.exists()

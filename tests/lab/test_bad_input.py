@@ -132,15 +132,14 @@ def test_places_that_nothing_can_be_written_to(out: str, run: Path) -> None:
     assert code in (1, 2, 3) and message
 
 
-def test_a_link_is_written_to_by_its_name_alone(run: Path) -> None:
-    """What it points to stays as it was."""
+def test_what_a_link_points_to_is_replaced_only_with_force(run: Path) -> None:
     Path("kept.csv").write_text("mine")
     os.symlink("kept.csv", "out.csv")
     Path("rows.csv").write_text(GOOD)
-    assert (
-        call("predict", run, "rows.csv", "-o", "out.csv", "--draws", 1).exit_code == 0
-    )
-    assert Path("kept.csv").read_text() == "mine" and not Path("out.csv").is_symlink()
+    words = ("predict", run, "rows.csv", "-o", "out.csv", "--draws", 1)
+    assert call(*words).exit_code == 2 and Path("kept.csv").read_text() == "mine"
+    assert call(*words, "--force").exit_code == 0
+    assert Path("kept.csv").read_text() != "mine" and Path("out.csv").is_symlink()
 
 
 @pytest.mark.parametrize("command", ["predict", "export", "diagnose", "evaluate"])

@@ -131,7 +131,7 @@ def hostile(folder: Path, tensors: bytes, state: bytes, **manifest: Any) -> None
         (folder / name).write_bytes(data)
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     (folder / "manifest.json").write_text(
-        json.dumps({"format": 1, "sha256": hashes} | manifest)
+        json.dumps({"library": "slimbayes", "format": 1, "sha256": hashes} | manifest)
     )
 
 

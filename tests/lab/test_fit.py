@@ -277,7 +277,9 @@ def test_an_overflowing_layer_is_named(
 
 def test_an_unwritable_run_directory_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="cannot be written to.*--out"):
+    with pytest.raises(
+        RunError, match=r"file is a file, and .* must be a folder\. Choose another"
+    ):
         fit(experiment(), tmp_path / "file" / "run", CPU)
 
 

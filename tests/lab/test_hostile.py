@@ -146,7 +146,9 @@ def forged(saved: Path, folder: Path, **files: bytes) -> Path:
     for name, data in contents.items():
         (folder / name).write_bytes(data)
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
-    (folder / "manifest.json").write_text(json.dumps({"format": 1, "sha256": hashes}))
+    (folder / "manifest.json").write_text(
+        json.dumps({"library": "slimbayes", "format": 1, "sha256": hashes})
+    )
     return folder
 
 

@@ -244,7 +244,16 @@ def test_predictions_of_a_table_are_those_of_its_network(place: Path) -> None:
     assert list(first) == ["mean", "std", "epistemic_std", "low", "high"]
     assert (
         call(
-            "predict", place / "run", shuffled, "-o", out, "--draws", 4, "--level", 0.5
+            "predict",
+            place / "run",
+            shuffled,
+            "-o",
+            out,
+            "--draws",
+            4,
+            "--level",
+            0.5,
+            "--force",
         ).exit_code
         == 0
     )
@@ -398,7 +407,14 @@ def test_a_table_without_names(tmp_path: Path) -> None:
     for inputs in (file, tmp_path / "b.csv"):
         assert (
             call(
-                "predict", run, inputs, "-o", tmp_path / "out.csv", "--draws", 1
+                "predict",
+                run,
+                inputs,
+                "-o",
+                tmp_path / "out.csv",
+                "--draws",
+                1,
+                "--force",
             ).exit_code
             == 0
         )
@@ -903,7 +919,8 @@ def test_noise_is_learnt(tmp_path: Path) -> None:
             )
         )
         run = fit(chosen, tmp_path / str(noise), CPU)
-        assert call("predict", run, file, "-o", tmp_path / "out.csv").exit_code == 0
+        words = ("-o", tmp_path / "out.csv", "--force")
+        assert call("predict", run, file, *words).exit_code == 0
         found = np.array(columns(tmp_path / "out.csv")["std"], float)
         assert np.median(found) == pytest.approx(7.0, rel=0.25)
         assert (found.std() < 1e-3) == (noise is None)

@@ -67,9 +67,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def predicted(run: Path, folder: Path, text: str) -> Any:
     """Means for the rows of a csv, or the words of a refusal."""
     (folder / "x.csv").write_text(text)
-    done = call(
-        "predict", run, folder / "x.csv", "-o", folder / "p.csv", "--accelerator", "cpu"
-    )
+    words = ("-o", folder / "p.csv", "--force", "--accelerator", "cpu")
+    done = call("predict", run, folder / "x.csv", *words)
     if done.exit_code:
         return " ".join(done.output.split())
     return [
@@ -290,9 +289,8 @@ def test_a_full_disk_names_the_file_and_leaves_what_was_there(
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        done = call(
-            "predict", run, tmp_path / "x.csv", "-o", out, "--accelerator", "cpu"
-        )
+        words = ("-o", out, "--force", "--accelerator", "cpu")
+        done = call("predict", run, tmp_path / "x.csv", *words)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (

@@ -232,7 +232,7 @@ def test_kill_nine_in_the_middle_of_writes(tmp_path: Path) -> None:
     fit(chosen, cut, EVERY_STEP, resume=True)
     assert weights(cut) == weights(whole)
     assert record.read(cut).digest == record.read(whole).digest
-    assert not [p for p in cut.rglob(".*") if p.name != ".lock"], (
+    assert not [p for p in cut.rglob(".*") if p.name != ".slimbayes"], (
         "what killed writers left"
     )
 

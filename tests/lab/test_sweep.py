@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from slimbayes.lab.command import app
 from slimbayes.lab.configs.files import ConfigError, load, validate
 from slimbayes.lab.runs import process as launch
-from slimbayes.lab.runs.folder import open_run
+from slimbayes.lab.runs.folder import claim_run, open_run
 from slimbayes.lab.runs.process import Run, train
 from slimbayes.lab.runs.step import TrainingStep
 from slimbayes.lab.sweep import combinations, sweep, visible_gpus
@@ -294,6 +294,7 @@ def test_a_folder_that_cannot_be_written_fails_one_run_only(
 def test_states(fake: Callable[..., Run]) -> None:
     run = fake("a")
     assert run.state == "new"
+    claim_run(run.folder)
     (run.folder / "environment.json").touch()
     assert run.state == "unfinished"
     (run.folder / "record.json").write_text("{")  # damaged

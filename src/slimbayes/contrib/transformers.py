@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 from transformers import GenerationConfig, Trainer
 
 from slimbayes.convert.bayesianize import conversions_of
 from slimbayes.convert.checkpoint import save
 from slimbayes.engine.noise import Seed
+from slimbayes.files import read_folder
 from slimbayes.prediction.batches import (
     IGNORED,
     LossKind,
@@ -275,12 +276,13 @@ class BayesTrainer(Trainer):
     ) -> None:
         folder = Path(resume_from_checkpoint) / FOLDER
         state: dict[str, Tensor] = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            state |= load_file(file)
-        if not state:
+        if not folder.is_dir():
             raise ValueError(
                 f"{resume_from_checkpoint} has no checkpoint of a BayesTrainer in {FOLDER}/."
             )
+        for name, data in read_folder(folder, {"posterior.safetensors"}).items():
+            if name.endswith(".safetensors"):
+                state |= load_tensors(data)
         fit = (self.model if model is None else model).load_state_dict(
             state, strict=False
         )

@@ -8,8 +8,8 @@ A checkpoint is a directory:
     base.safetensors        the network's own parameters and buffers, if asked for
     manifest.json           format version and the sha256 of each other file
 
-It is written to a temporary directory, synced and renamed. A former checkpoint of the same name steps aside as
-"<name>.previous" for the moment between two renames; `load` finds it there if the process died in between.
+`save` replaces a checkpoint at once: a process that is killed meanwhile leaves the former one or the new one, and
+`load` finds whichever it is. A directory that holds anything else than a checkpoint is refused. files.py says how.
 """
 
 import hashlib
@@ -42,7 +42,6 @@ from slimbayes.files import (
     FORMAT,
     CheckpointError,
     as_json,
-    find_folder,
     read_folder,
     write_folder,
 )
@@ -65,13 +64,18 @@ _FORM: Any = {  # of config.json
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], base: bool = False) -> Path:
-    """Write a converted model's posterior to a directory, atomically.
+    """Write a converted model's posterior to a directory, at once for whoever reads it.
 
     Args:
         model: a converted model, or one inside DistributedDataParallel or torch.compile. Of a model sharded by FSDP2
             every rank must call save; rank 0 writes.
-        path: the directory; a checkpoint that is there already is replaced only once the new one is complete.
+        path: the directory, which is made. If it is there, it must be empty or hold a checkpoint and nothing else. A
+            link to such a directory stays one.
         base: also write the network's own weights, for models that were trained together with their posterior.
+
+    Raises:
+        CheckpointError: the directory holds files that `save` did not write, or the path is none of a directory.
+        OSError: a file cannot be written. `load` finds the former checkpoint, or the new one if it was complete.
 
     Example:
         >>> import slimbayes as sb, tempfile
@@ -140,7 +144,7 @@ def load(
     if inner is not model:
         load(inner, path, check_base)
         return model
-    folder = find_folder(Path(path))
+    folder = Path(path)
     files = read_folder(folder, {"config.json", "posterior.safetensors"})
     config = read_config(files["config.json"], folder / "config.json")
     if any("_slimbayes" in m.__dict__ for m in model.modules()):

@@ -29,11 +29,12 @@ from safetensors.torch import save_file
 from slimbayes.data.dataset import Dataset, Found, Split
 from slimbayes.data.sources import SOURCES, find, root_folder
 from slimbayes.data.stays import mortality
-from slimbayes.files import replacing
+from slimbayes.files import claim_folder, replacing
 
 FORMAT = (
     "3"  # of a cache: raise it when a reader gives other numbers for the same files
 )
+CACHE = ".slimbayes-cache"
 Progress = Callable[[int, int, str], None]
 
 
@@ -227,7 +228,7 @@ def _cache_folder(name: str, root: Path, given: Path | str | None) -> Path:
     if given is not None:
         return Path(given).expanduser()
     shared = os.environ.get("SLIMBAYES_CACHE")
-    return (Path(shared).expanduser() if shared else root / ".slimbayes-cache") / name
+    return (Path(shared).expanduser() if shared else root / CACHE) / name
 
 
 class Unusable(Exception):
@@ -271,6 +272,9 @@ def _write_cache(
 ) -> None:
     """All splits of a set, one at a time in memory."""
     folder.mkdir(parents=True, exist_ok=True)
+    if CACHE not in folder.parts:  # the user chose it
+        names = [_cache_file(folder, split).name for split in found.splits]
+        claim_folder(folder, names)
     files = found.files()
     sources = [_entry(file, root) for file in files]
     about = {"format": FORMAT, "name": name, "sources": json.dumps(sources)}

@@ -23,6 +23,7 @@ from slimbayes.lab.run_commands import (
     AllowCode,
     AsJson,
     DataDir,
+    Force,
     RunFolder,
     print_scores,
 )
@@ -30,7 +31,7 @@ from slimbayes.lab.run_commands import app as data_app
 
 _CODES = {
     "ConfigError": 2, "RunError": 1, "Incomplete": 1, "CheckpointError": 1, "RecordError": 3, "Diverged": 4,
-    "OwnCodeError": 2, "FloatingPointError": 4, "Stopped": 143, "ImportError": 3, "ModuleNotFoundError": 3,
+    "OwnCodeError": 2, "FileExistsError": 2, "FloatingPointError": 4, "Stopped": 143, "ImportError": 3, "ModuleNotFoundError": 3,
 }  # fmt: skip
 
 
@@ -216,15 +217,14 @@ def init(
             help="Whether a csv's first line has names; else it is seen.",
         ),
     ] = None,
+    force: Force = False,
 ) -> None:
     """Look at data of your own and write a commented config for them."""
-    from slimbayes.files import write_text
-    from slimbayes.lab.configs.files import ConfigError
+    from slimbayes.files import check_output, write_text
     from slimbayes.lab.configs.init import config_text, left_out
 
     file = output or Path(f"{data.resolve().stem or 'data'}.yaml")
-    if file.exists():
-        raise ConfigError(f"{file} is there already. Choose another name with -o.")
+    check_output(file, force)
     text = config_text(data, file, target, header)
     write_text(file, text)
     for why in left_out(text):
@@ -287,10 +287,13 @@ def report(
         "report.html"
     ),
     title: Annotated[str | None, typer.Option(help="Its title.")] = None,
+    force: Force = False,
 ) -> None:
     """Write one self-contained page about runs, from their records alone."""
+    from slimbayes.files import check_output
     from slimbayes.report import write_page
 
+    check_output(output, force)
     page = write_page(runs, output, title)
     typer.echo(f"{page} ({page.stat().st_size / 1e6:.1f} MB): open it in a browser")
 
@@ -423,13 +426,18 @@ def config_schema(
         Path | None,
         typer.Option("-o", "--output", help="File; the terminal by default."),
     ] = None,
+    force: Force = False,
 ) -> None:
     """The JSON Schema of configs, for completion and checks in editors."""
-    from slimbayes.files import write_text
+    from slimbayes.files import check_output, write_text
     from slimbayes.lab.configs.experiment import Experiment
 
     text = json.dumps(Experiment.model_json_schema(), indent=1)
-    write_text(output, text + "\n") if output else typer.echo(text)
+    if output is None:
+        typer.echo(text)
+        return
+    check_output(output, force)
+    write_text(output, text + "\n")
 
 
 def main() -> None:

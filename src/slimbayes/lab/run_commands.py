@@ -26,6 +26,9 @@ Accelerator = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RunFolder = Annotated[Path, typer.Argument(help="Run directory.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace the file if it is there already.")
+]
 
 
 def _allow(ctx: typer.Context, allowed: bool) -> bool:
@@ -151,12 +154,15 @@ def predict(
             max=0.999,
         ),
     ] = 0.9,
+    force: Force = False,
     accelerator: Accelerator = "auto",
     allow_code: AllowCode = False,
 ) -> None:
     """Predict rows of your own, with uncertainty."""
+    from slimbayes.files import check_output
     from slimbayes.lab.finished.predict_file import predict_file
 
+    check_output(output, force)
     rows = predict_file(run, inputs, output, draws, accelerator, level)
     typer.echo(f"{rows} prediction{'s' * (rows != 1)} in {output}")
 
@@ -177,10 +183,12 @@ def export(
             help="Draws of each member; they are in the file.", min=1, max=10_000
         ),
     ] = 16,
+    force: Force = False,
     accelerator: Accelerator = "auto",
     allow_code: AllowCode = False,
 ) -> None:
     """Write a run as one file that predicts without slimbayes."""
+    from slimbayes.files import check_output
     from slimbayes.lab.configs.files import ConfigError
     from slimbayes.lab.execution import Execution
     from slimbayes.lab.finished.stack_export import export_run
@@ -188,6 +196,7 @@ def export(
     file = output or Path(f"{run.resolve().name}.{to}")
     if file.suffix != f".{to}":
         raise ConfigError(f"-o must end in .{to}, as --to says, got {file}.")
+    check_output(file, force)
     made = export_run(run, file, Execution(accelerator=accelerator), draws)
     shape = " x ".join(
         "rows" if size is None else str(size) for size in made.inputs["input"]

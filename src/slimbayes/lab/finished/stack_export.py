@@ -11,6 +11,7 @@ the file has a copy of that.
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -19,11 +20,12 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.data import Split
+from slimbayes.files import MARKER
 from slimbayes.lab.configs.files import validate
 from slimbayes.lab.execution import Execution, key
 from slimbayes.lab.finished.diagnose import layer_column
 from slimbayes.lab.runs.fit import write_record
-from slimbayes.lab.runs.folder import RunError, seal, write_config
+from slimbayes.lab.runs.folder import RunError, claim_run, seal, write_config
 from slimbayes.lab.runs.predictor import Predictor
 from slimbayes.lab.runs.trained import load_run, read_predictor, save_network
 from slimbayes.lab.runs.watchers import Watcher
@@ -34,7 +36,7 @@ _LEFT = (
     "checkpoints",
     "record.json",
     "SHA256SUMS",
-    ".lock",
+    MARKER,
     "log.txt",
 )  # behind, where a run is copied
 
@@ -62,7 +64,7 @@ def stack_run(
             f"{run} held no rows out in training that could weigh its parts: train it with data.validation=0.1, say."
         )
     folder = out or run.with_name(f"{run.name}-stacked")
-    if folder.exists() and any(folder.iterdir()):
+    if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise RunError(
             f"{folder} is there already. Choose another directory with --out."
         )
@@ -74,6 +76,7 @@ def stack_run(
     weights = sb.stack(
         network, x, y, draws, likelihood=likelihood, scale=predictor.noise, seed=seed
     )
+    claim_run(folder)
     shutil.copytree(
         run, folder, ignore=shutil.ignore_patterns(*_LEFT), dirs_exist_ok=True
     )

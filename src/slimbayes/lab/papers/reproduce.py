@@ -22,7 +22,7 @@ from typing import Any
 
 from slimbayes.data.uci import standard_splits
 from slimbayes.errors import brief
-from slimbayes.files import write_json
+from slimbayes.files import claim_folder, write_json
 from slimbayes.lab.configs.files import Scale
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.finished.diagnose import Case
@@ -71,6 +71,7 @@ def reproduce(
     Returns: the folder, which holds `table.md` and `table.json`.
 
     Raises:
+        FileExistsError: the folder holds files of these names that `reproduce` did not write.
         Incomplete: a row failed; the table is written all the same.
         Stopped: the run was asked to stop; call again to go on.
     """
@@ -78,7 +79,7 @@ def reproduce(
         raise ValueError("reproduce needs at least one seed, got none.")
     table = Reproduction(name, scale, find(name, folders))
     out = out or Path("runs") / "/".join(table.rows[0].name.split("/")[:2])
-    out.mkdir(parents=True, exist_ok=True)
+    claim_folder(out, ("table.md", "table.json", "page.html", "diagnostics"))
     table.write(out)
     known = by_hash(out)
     asked = [

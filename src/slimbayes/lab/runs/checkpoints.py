@@ -8,9 +8,9 @@ process takes part in saving and loading, and the file holds whole tensors, so t
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,15 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor, nn
 
-from slimbayes.files import CheckpointError, as_json, read_folder, write_folder
+from slimbayes.files import (
+    MANIFEST,
+    CheckpointError,
+    as_json,
+    read_folder,
+    remove_folder,
+    tidy_folder,
+    write_folder,
+)
 from slimbayes.untrusted import parse_json
 
 KEEP = 2  # the latest, and one before it should that be damaged
@@ -52,12 +60,28 @@ def save_checkpoint(
     data = dump_tensors(
         {n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}
     )
-    write_folder(
-        folder / f"step-{step:08d}",
-        {_TENSORS: data, _STATE: as_json({"step": step, **facts})},
-    )
-    for old in _latest_first(folder)[KEEP:]:
-        shutil.rmtree(old, ignore_errors=True)
+    files = {_TENSORS: data, _STATE: as_json({"step": step, **facts})}
+    try:
+        write_folder(folder / f"step-{step:08d}", files)
+    except (
+        CheckpointError
+    ) as error:  # its manifest is damaged, or the user's files are there
+        warnings.warn(f"A checkpoint is not written: {error}", stacklevel=2)
+    kept = _latest_first(folder)[:KEEP]
+    for old in folder.glob("step-*[0-9]"):
+        if old not in kept:
+            with suppress(CheckpointError, OSError):  # what else is in it stays
+                remove_folder(old)
+
+
+def tidy_checkpoints(folder: Path) -> None:
+    """Remove what killed processes left: drafts, and checkpoints that were only begun."""
+    for path in folder.glob("step-*[0-9]"):
+        with suppress(CheckpointError, OSError):  # what else is in it stays
+            if (path / MANIFEST).exists():
+                tidy_folder(path)
+            else:
+                remove_folder(path)
 
 
 def latest_checkpoint(
@@ -176,8 +200,7 @@ def _laid_out_like(tensor: Tensor, here: Tensor) -> Tensor:
 
 
 def _latest_first(folder: Path) -> list[Path]:
-    return (
-        sorted(folder.glob("step-*[0-9]"), key=lambda path: path.name, reverse=True)
-        if folder.is_dir()
-        else []
-    )
+    """The checkpoints; a folder without a manifest is one that a killed process had only begun."""
+    begun = folder.glob("step-*[0-9]")
+    whole = [path for path in begun if (path / MANIFEST).exists()]
+    return sorted(whole, key=lambda path: path.name, reverse=True)

@@ -6,6 +6,7 @@ checkpoints/    state between steps, the latest two      cost.json          seco
 posterior/      what was learned, alone                  model/             with the network's own weights
 record.json     the Record of a finished run             inputs.json        what the network takes and gives
 data.json       name and sha256 of the rows it read      SHA256SUMS         of the files of a finished run
+.slimbayes      names of all these, and the run's lock   log.txt            what a sweep's run has said
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ import hashlib
 import platform
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,10 +29,17 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from slimbayes.files import remove_drafts, write_json, write_text
+from slimbayes.files import (
+    MARKER,
+    claim_folder,
+    remove_drafts,
+    write_json,
+    write_text,
+)
 from slimbayes.lab.configs.experiment import Experiment
 from slimbayes.lab.configs.files import ConfigError, read_tree, validate
 from slimbayes.lab.configs.yaml_text import dump
+from slimbayes.lab.runs.checkpoints import tidy_checkpoints
 from slimbayes.report.record import note_unsealed
 from slimbayes.untrusted import parse_json, read_file
 
@@ -41,6 +48,16 @@ _SUMS = "SHA256SUMS"  # as sha256sum writes it: `sha256sum -c SHA256SUMS` looks 
 _SEALED = (
     "config.yaml", "environment.json", "data.json", "metrics.csv", "steps.csv", "cost.json", "inputs.json",
     "record.json", "posterior/manifest.json", "model/manifest.json",
+)  # fmt: skip
+
+
+_BEGUN = (
+    "config.yaml",
+    "environment.json",
+)  # what a run writes before it knows its data
+_WRITTEN = (
+    *_BEGUN, "data.json", "metrics.csv", "steps.csv", "cost.json", "inputs.json", "record.json", _SUMS, "posterior",
+    "model", "checkpoints", "tensorboard", "log.txt",
 )  # fmt: skip
 
 
@@ -54,13 +71,24 @@ def default_folder(experiment: Experiment, root: Path | str = "runs") -> Path:
     return Path(root) / f"{slug}-{experiment.hash}"
 
 
+def claim_run(folder: Path) -> Path:
+    """Make a run's directory, or refuse one that holds files with the names of a run's which no run wrote.
+
+    Returns: the file that says so, which a run locks.
+    """
+    try:
+        return claim_folder(folder, _WRITTEN)
+    except FileExistsError as error:
+        raise RunError(str(error)) from error
+
+
 @contextmanager
 def open_run(folder: Path, experiment: Experiment, resume: bool) -> Iterator[None]:
     """Make or reopen a run's directory and hold its lock. A new one whose data or network are refused is removed."""
     new = not folder.exists()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "a")  # noqa: SIM115 (held on to)
+        marker = claim_run(folder)
+        lock = open(marker, "a")  # noqa: SIM115 (held on to)
     except OSError as error:
         raise RunError(
             f"The run directory {folder} cannot be written to: {error.strerror}. Choose another with --out."
@@ -73,8 +101,16 @@ def open_run(folder: Path, experiment: Experiment, resume: bool) -> Iterator[Non
             if (
                 new and not (folder / "data.json").exists()
             ):  # which is written once both are known to do
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove_begun(folder)
             raise
+
+
+def _remove_begun(folder: Path) -> None:
+    """Remove what a run has written before it knows its data, and its directory if nothing else is in it."""
+    for name in (*_BEGUN, MARKER):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _prepare(folder: Path, experiment: Experiment, resume: bool, lock: IO[str]) -> None:
@@ -91,8 +127,8 @@ def _prepare(folder: Path, experiment: Experiment, resume: bool, lock: IO[str]) 
         raise RunError(
             f"{folder} holds an unfinished run. Continue it with --resume, or choose another directory with --out."
         )
-    for place in (folder, folder / "checkpoints"):
-        remove_drafts(place)
+    remove_drafts(folder)
+    tidy_checkpoints(folder / "checkpoints")
     unseal(folder)
     write_config(folder, experiment)
     write_json(folder / "environment.json", environment())

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slimbayes.lab.configs.experiment import Experiment
-from slimbayes.lab.runs.folder import default_folder, write_config
+from slimbayes.lab.runs.folder import RunError, claim_run, default_folder, write_config
 from slimbayes.report.record import RecordError, read
 
 COMMAND = (sys.executable, "-m", "slimbayes.lab.command")
@@ -63,7 +63,7 @@ def train(
     if run.state == "finished":
         return "skipped", ""
     try:
-        run.folder.mkdir(parents=True, exist_ok=True)
+        claim_run(run.folder)
         write_config(run.folder, run.experiment)
         _say(run, "running")
         for start in range(STARTS):
@@ -72,7 +72,7 @@ def train(
             if not reason.startswith("was killed"):
                 break
             _say(run, f"{reason}, started again" if start < STARTS - 1 else reason)
-    except OSError as error:
+    except (OSError, RunError) as error:
         state, reason = "failed", str(error)
     _say(run, state)
     return state, reason
