@@ -78,7 +78,12 @@ def compute(case: Case, record: Tensors) -> Tensors:
         found["gradients/inputs"] = x.grad
     if case.training:
         found |= buffers_after(model, places)
-    return {name: value.detach() for name, value in found.items()}
+    return {name: in_double(value.detach()) for name, value in found.items()}
+
+
+def in_double(value: Tensor) -> Tensor:
+    """A KL without parameters of its own comes in float32."""
+    return value.double() if value.is_floating_point() else value
 
 
 def config_of(case: Case) -> Any:
