@@ -18,7 +18,7 @@ from slimbayes.lab.configs.files import merged
 
 LIMIT = 30.0  # seconds until the job trains again
 SEEDS = (11, 12, 13)  # of three jobs, each of which suffers five faults
-TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 6 -m slimbayes.lab.command fit"
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 6 -m slimbayes fit"
 TREE: dict[str, Any] = merged(BASE, {"train": {"epochs": 60}}) | {
     "model": {"kind": "mlp", "hidden": [16]}
 }

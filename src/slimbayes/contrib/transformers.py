@@ -6,13 +6,14 @@ Sizes: B rows, T tokens, C classes or words, S draws.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 from transformers import GenerationConfig, Trainer
 
@@ -32,6 +33,7 @@ from slimbayes.prediction.prediction import Prediction
 from slimbayes.train import schedules
 from slimbayes.train.elbo import kl, warn_of_dwarfed
 from slimbayes.train.optim import param_groups
+from slimbayes.untrusted import check_tensors, read_file
 
 FOLDER = (
     "posterior"  # of a checkpoint: what `sb.load(model, checkpoint / FOLDER)` reads
@@ -276,7 +278,9 @@ class BayesTrainer(Trainer):
         folder = Path(resume_from_checkpoint) / FOLDER
         state: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
-            state |= load_file(file)
+            data = read_file(file, limit=math.inf)
+            check_tensors(data)
+            state |= load_tensors(data)
         if not state:
             raise ValueError(
                 f"{resume_from_checkpoint} has no checkpoint of a BayesTrainer in {FOLDER}/."

@@ -22,8 +22,12 @@ from typing import IO
 from slimbayes.lab.configs.experiment import Experiment
 from slimbayes.lab.runs.folder import default_folder, write_config
 from slimbayes.report.record import RecordError, read
+from slimbayes.untrusted import append_file, open_file
 
-COMMAND = (sys.executable, "-m", "slimbayes.lab.command")
+# With -P, and SAFE for the processes that it starts in turn, a file that lies about in the current folder is never
+# imported: `python -m` would look there first.
+COMMAND = (sys.executable, "-P", "-m", "slimbayes")
+SAFE = {"PYTHONSAFEPATH": "1"}
 STARTS = 3  # of a run that signals kill
 STOPPED = 143  # exit code of a run that was asked to stop and left a checkpoint
 GRACE = 60.0  # seconds that a run gets to write its checkpoint when it is asked to stop
@@ -50,10 +54,10 @@ class Run:
         return "unfinished" if (self.folder / "environment.json").exists() else "new"
 
     @contextmanager
-    def claimed(self) -> Iterator[IO[str] | None]:
+    def claimed(self) -> Iterator[IO[bytes] | None]:
         """Hold the run; None where another call does. A call that dies lets go of it when its process has ended."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / ".claim", "a") as claim:
+        with append_file(self.folder / ".claim") as claim:
             try:
                 fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -98,7 +102,7 @@ def train(
 
 
 def _process(
-    run: Run, words: Sequence[str], environment: Mapping[str, str], claim: IO[str]
+    run: Run, words: Sequence[str], environment: Mapping[str, str], claim: IO[bytes]
 ) -> subprocess.Popen[bytes]:
     line = [
         "fit",
@@ -110,13 +114,13 @@ def _process(
     ]
     # The kernel asks the run to stop when this call is gone, however it went.
     tied = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
-    with open(run.folder / "log.txt", "ab") as log:
+    with append_file(run.folder / "log.txt") as log:
         log.write(
             f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} slimbayes {' '.join(line)}\n".encode()
         )
         log.flush()
         return subprocess.Popen(
-            [*tied, *COMMAND, *line], env={**environment, "TYPER_STANDARD_TRACEBACK": "1"},
+            [*tied, *COMMAND, *line], env={**environment, **SAFE, "TYPER_STANDARD_TRACEBACK": "1"},
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=[claim.fileno()],
         )  # fmt: skip
 
@@ -152,11 +156,15 @@ def _outcome(run: Run, code: int) -> tuple[str, str]:
         memory = ", perhaps for want of memory" if code == -signal.SIGKILL else ""
         return "failed", f"was killed by {signal.Signals(-code).name}{memory}"
     log = run.folder / "log.txt"
-    said = [
-        line.strip()
-        for line in log.read_text(encoding="utf8", errors="replace").splitlines()
-    ]
+    said = [line.strip() for line in _tail(log).splitlines()]
     return "failed", f"{[line for line in said if line][-1][:300]} ({log})"
+
+
+def _tail(file: Path) -> str:
+    """The last 64 kB of a text."""
+    with open_file(file) as log:
+        log.seek(max(0, os.fstat(log.fileno()).st_size - (1 << 16)))
+        return log.read().decode("utf8", errors="replace")
 
 
 def _say(run: Run, state: str) -> None:
