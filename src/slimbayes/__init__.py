@@ -21,7 +21,7 @@ def __getattr__(name: str) -> "Any":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     api = import_module(f"{__name__}.api")
     if name == "__all__":
-        value: "Any" = [public for public in vars(api) if not public.startswith("_")]
+        value: Any = [public for public in vars(api) if not public.startswith("_")]
     elif hasattr(api, name):
         value = getattr(api, name)
     else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import fcntl
 import hashlib
+import itertools
 import os
 import platform
 import re
@@ -32,7 +33,6 @@ import torch
 from torch import Tensor
 
 import slimbayes
-
 from slimbayes.errors import cut
 from slimbayes.files import remove_drafts, replacing, write_json, write_text
 from slimbayes.lab.configs.experiment import Experiment
@@ -218,9 +218,9 @@ def forget_steps(file: Path, first: int) -> None:
         return
     try:
         with open_file(file, _CURVES) as stream, replacing(file) as draft:
+            kept = itertools.chain([_STEPS.encode()], _steps_before(stream, first))
             with open(draft, "wb") as out:
-                out.write(_STEPS.encode())
-                out.writelines(_steps_before(stream, first))
+                out.writelines(kept)
     except OSError as error:
         raise RunError(f"{file} cannot be read: {error.strerror}.") from error
 
@@ -229,7 +229,8 @@ def _steps_before(stream: IO[bytes], first: int) -> Iterator[bytes]:
     """Whole lines of steps before `first`; a power loss may have left any part of the file, or nothing."""
     while line := stream.readline(_LINE):
         number = line.partition(b",")[0]
-        if line.endswith(b"\n") and number.isdigit() and int(number) < first:
+        whole = line.endswith(b"\n") and number.isdigit() and len(number) < 20
+        if whole and int(number) < first:
             yield line
 
 
