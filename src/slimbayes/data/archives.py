@@ -63,10 +63,10 @@ def require(module: str) -> Any:
 
 @contextmanager
 def checked_zip(
-    path: Path, content: IO[bytes] | None = None, limit: float = LIMIT
+    path: Path, content: IO[bytes] | None = None, limit: float | None = None
 ) -> Iterator[zipfile.ZipFile]:
     """An open zip, at `path` or the `content` that came from there, whose entries have harmless names and unpack to
-    `limit` bytes at most, and to no more than such a file may (`most_unpacked`); reading errors name the file."""
+    `limit` bytes at most (LIMIT), and to no more than such a file may (`most_unpacked`); reading errors name the file."""
     with ExitStack() as stack:
         try:
             file = content or stack.enter_context(open_file(path))
@@ -75,7 +75,9 @@ def checked_zip(
         except _BROKEN as error:
             why = getattr(error, "strerror", None) or error
             raise ValueError(f"{path} is not a readable zip file: {why}") from error
-        _check_entries(path, archive, min(limit, most_unpacked(size)))
+        _check_entries(
+            path, archive, min(LIMIT if limit is None else limit, most_unpacked(size))
+        )
         yield archive
 
 
@@ -107,7 +109,10 @@ def read_entry(path: Path, archive: zipfile.ZipFile, name: str) -> bytes:
 
 
 def read_npz(
-    path: Path, *names: str, content: IO[bytes] | None = None, limit: float = LIMIT
+    path: Path,
+    *names: str,
+    content: IO[bytes] | None = None,
+    limit: float | None = None,
 ) -> dict[str, Any]:
     """Arrays of an .npz file by name, each of which must be there, or all of them. Pickled objects are refused.
 

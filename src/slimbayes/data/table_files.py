@@ -197,7 +197,7 @@ def _opened(
     file: Path, header: bool | None, decimal: Decimal
 ) -> tuple[tuple[str, ...], bool, Lines]:
     """The names of a file's columns, whether it has them itself, and its rows."""
-    if not file.exists():
+    if not os.path.lexists(file):
         raise FileNotFoundError(f"{file} is not there.")
     parquet = file.suffix.lower() == ".parquet"
     lines = _parquet_lines(file) if parquet else cell_lines(file)

@@ -113,7 +113,7 @@ def row_blocks(
 
     Shape: blocks of (n, ...), at least one.
     """
-    if not file.exists():
+    if not os.path.lexists(file):
         raise FileNotFoundError(f"{file} is not there.")
     if file.is_dir() or file.suffix.lower() in _IMAGES:
         return _image_blocks(

@@ -214,13 +214,13 @@ def append_steps(file: Path, first: int, losses: Tensor) -> None:
 
 def forget_steps(file: Path, first: int) -> None:
     """Drop the lines of step `first` and later ones, which will be run again."""
-    if not file.exists():
-        return
     try:
         with open_file(file, _CURVES) as stream, replacing(file) as draft:
             kept = itertools.chain([_STEPS.encode()], _steps_before(stream, first))
             with open(draft, "wb") as out:
                 out.writelines(kept)
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise RunError(f"{file} cannot be read: {error.strerror}.") from error
 

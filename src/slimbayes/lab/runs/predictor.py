@@ -105,12 +105,12 @@ def plain_network(
     make: Callable[[], nn.Module] = partial(experiment.model.network, facts, data)
     if isinstance(experiment.model, PythonNet):
         return make()
-    memory = _memory()
-    told = f"and this machine has {memory / 1e9:,.0f} GB of memory: give `model` smaller sizes."
-    check_size(make, memory / 4, told)
     if file_size is not None:
         told = f"but the files of its weights have only {file_size:,} bytes: they belong to another network."
         check_size(make, file_size, told)
+    memory = _memory()
+    told = f"and this machine has {memory / 1e9:,.0f} GB of memory: give `model` smaller sizes."
+    check_size(make, memory / 4, told)
     return make()
 
 
