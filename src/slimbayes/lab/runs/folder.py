@@ -325,7 +325,9 @@ def _commit() -> dict[str, str]:
         )
         if Path(toplevel).resolve() != root:
             return {}
-        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+        changed = _git(
+            root, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules"
+        )
     except (OSError, ValueError, subprocess.SubprocessError):
         return {}
     return {"commit": commit, "changed files": str(len(changed.splitlines()))}
@@ -366,7 +368,11 @@ def _git(root: Path, *words: str) -> str:
         "GIT_OPTIONAL_LOCKS": "0",
         "GIT_TERMINAL_PROMPT": "0",
     }
-    settings = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}")
+    settings = (
+        "core.fsmonitor=false",
+        f"core.hooksPath={os.devnull}",
+        f"core.attributesFile={os.devnull}",  # which filters files go through
+    )
     options = [part for setting in settings for part in ("-c", setting)]
     done = subprocess.run(
         ["git", "--no-pager", *options, *words],
