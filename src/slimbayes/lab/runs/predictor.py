@@ -74,12 +74,15 @@ class _SizesAlone(TorchFunctionMode):
 
 def check_size(make: Callable[[], nn.Module], most: float, told: str) -> None:
     """Refuse a network of more than `most` numbers before it takes any memory; `told` says why it is too large."""
+    found: float = math.inf
+    count = f"more than {most:,.0f}"
     try:
         # A parameter counts up to three times while it is made.
         with torch.device("meta"), _SizesAlone(4 * most + 1_000_000):
-            count = f"{(found := sum(p.numel() for p in make().parameters())):,}"
+            found = sum(p.numel() for p in make().parameters())
+            count = f"{found:,}"
     except TooLarge:
-        found, count = math.inf, f"more than {most:,.0f}"
+        pass
     if found > most:
         raise TooLarge(f"The network of the config has {count} numbers, {told}")
 
