@@ -18,8 +18,9 @@ import json
 import math
 import os
 import stat
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from slimbayes.errors import brief, cut
 
@@ -38,7 +39,7 @@ _FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
 
 
-def open_file(path: Path | str, limit: float = math.inf) -> BinaryIO:
+def open_file(path: Path | str, limit: float = math.inf) -> BufferedReader:
     """Open a regular file of at most `limit` bytes; OSError says in its `strerror` why it is refused.
 
     Links are followed. A large file that consists of holes is refused: it takes no space on the disk, but all of its
@@ -81,7 +82,7 @@ def read_file(path: Path | str, limit: float = LIMIT) -> bytes:
         return file.read(os.fstat(file.fileno()).st_size)
 
 
-def append_file(path: Path | str) -> BinaryIO:
+def append_file(path: Path | str) -> BufferedWriter:
     """Open a regular file for adding to its end; it is made if it is not there. Links are refused: they could lead to
     any file of the user's."""
     links = getattr(os, "O_NOFOLLOW", 0)
