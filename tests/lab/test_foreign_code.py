@@ -88,10 +88,7 @@ def project(tmp_path: Path) -> Path:
     """A project with a hostile checkout, the library in its environment, and files called like modules."""
     make_checkout(tmp_path, tmp_path / "canary")
     packages = tmp_path / ".venv" / "lib" / "site-packages"
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(
-        Path(slimbayes.__file__).parent, packages / "slimbayes", ignore=ignored
-    )
+    shutil.copytree(Path(slimbayes.__file__).parent, packages / "slimbayes")
     script = tmp_path / ".venv" / "bin" / "slimbayes"
     script.parent.mkdir()
     # As pip writes it.
@@ -110,7 +107,6 @@ def environment(project: Path) -> dict[str, str]:
     return clean | {
         "CANARY": str(project / "canary"),
         "PYTHONPATH": str(packages),
-        "PYTHONDONTWRITEBYTECODE": "1",
     }
 
 
