@@ -74,14 +74,12 @@ def free_port() -> int:
 
 
 class Popen:
-    """`python -m slimbayes.lab.command WORDS` in a fork, for code that starts it by subprocess.Popen."""
+    """`python -P -m slimbayes WORDS` in a fork, for code that starts it by subprocess.Popen."""
 
     def __init__(self, words: list[str], **options: object) -> None:
         import lightning_fabric  # noqa: F401 (once, and not in each fork)
 
-        self.process = start(
-            _command, words[words.index("slimbayes.lab.command") + 1 :]
-        )
+        self.process = start(_command, words[words.index("slimbayes") + 1 :])
         self.terminate, self.kill = self.process.terminate, self.process.kill
 
     def poll(self) -> int | None:

@@ -1,15 +1,19 @@
 """slimbayes: turn any PyTorch model into a parameter-efficient Bayesian neural net."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+# `python -m slimbayes` imports this while the current folder is first on the path, where a typing.py may lie: nothing
+# is imported here that Python has not imported itself.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from slimbayes.api import *  # noqa: F403
 
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """A public name, kept once found: the command line and the report start without torch, which comes with the first
     name.
     """

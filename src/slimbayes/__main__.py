@@ -1,10 +1,20 @@
-"""The door to the command: `slimbayes` and `python -m slimbayes`, which need more than the library does."""
+"""The door to the command: `slimbayes` and `python -m slimbayes`, which need more than the library does.
+
+Neither imports a file that lies in the current folder, nor do the processes that they start. `python -m` finds
+slimbayes itself there if it is there, before this is run: `slimbayes`, or `python -P -m slimbayes`, does not.
+"""
 
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # the current folder, which `python -m` puts there
+
+import os
 
 
 def main() -> None:
     """Run the command line, or say in one line what it lacks."""
+    os.environ["PYTHONSAFEPATH"] = "1"  # for the processes that it starts
     try:
         from slimbayes.lab.command import main as command
     except ModuleNotFoundError as error:

@@ -41,7 +41,7 @@ BAD: dict[str, tuple[bytes, str, str]] = {  # what a file holds; what `fit` says
     "NaN": (GOOD.replace("41,", "nan,").encode(), "missing in column 'size' (1 of 40)", "missing in column 'size'"),
     "an open quote": (f'{GOOD}"41,a,2\n'.encode(), "line 42: unexpected end", "line 42: unexpected end"),
     "a cell too many": (f"{GOOD}1,a,3,4\n".encode(), "line 42: 4 cells", "line 42: 4 cells"),
-    "a long cell": (b"size,town,price\n" + b"1" * 3_000_000, "larger than field limit", "larger than field limit"),
+    "a long cell": (b"size,town,price\n" + b"1" * 3_000_000, "more than 1,048,576 characters", "more than 1,048,576 characters"),
     "a new category": (b"size,town\n41,z\n", "no column 'price'", "'z', a category that training did not see"),
     "decimal commas": (b'size,town,price\n"1,5",a,1\n"2,5",b,2\n', "its decimal mark", "with a decimal point"),
 }  # fmt: skip

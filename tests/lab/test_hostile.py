@@ -232,7 +232,7 @@ def test_readers_of_data_wait_for_no_pipe(
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / "record.json", "wb") as file:
         file.truncate(1 << 40)  # a sparse file
-    with refused(RecordError, "it has more than the 67,108,864 bytes"):
+    with refused(RecordError, "it has more than the 16,777,216 bytes"):
         read(tmp_path)
     os.rename(tmp_path / "record.json", tmp_path / "config.yaml")
     with refused(ConfigError, "it has more than the 1,048,576 bytes"):

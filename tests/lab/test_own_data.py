@@ -698,7 +698,7 @@ def test_arrays_of_ones_own(tmp_path: Path) -> None:
         ({"x": np.zeros((4, 2))}, "needs the arrays x and y"),
         ({"x": np.array(["a", "b"]), "y": np.zeros(2)}, "inputs must be numbers"),
         ({"x": np.zeros((4, 2)), "y": np.zeros(3)}, "a target each"),
-        ({"x": np.array([{}, {}], dtype=object), "y": np.zeros(2)}, "cannot be read"),
+        ({"x": np.array([{}, {}], dtype=object), "y": np.zeros(2)}, "holds pickled"),
         ({"x": np.full((4, 2), np.nan), "y": np.arange(4) % 2}, "the input is nan"),
         (
             {"x": np.zeros((4, 2)), "y": np.zeros((4, 2), int)},

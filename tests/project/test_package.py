@@ -206,9 +206,7 @@ def test_a_command_that_lacks_a_package_says_what_to_install(
     )
 
 
-@pytest.mark.parametrize(
-    "program", ["bin/slimbayes", "slimbayes/__main__.py", "slimbayes/lab/command.py"]
-)
+@pytest.mark.parametrize("program", ["bin/slimbayes", "slimbayes/__main__.py"])
 def test_a_record_names_the_command_as_one_would_type_it(
     program: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

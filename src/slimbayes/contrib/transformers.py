@@ -33,6 +33,7 @@ from slimbayes.prediction.prediction import Prediction
 from slimbayes.train import schedules
 from slimbayes.train.elbo import kl, warn_of_dwarfed
 from slimbayes.train.optim import param_groups
+from slimbayes.untrusted import check_tensors
 
 FOLDER = (
     "posterior"  # of a checkpoint: what `sb.load(model, checkpoint / FOLDER)` reads
@@ -282,6 +283,7 @@ class BayesTrainer(Trainer):
             )
         for name, data in read_folder(folder, {"posterior.safetensors"}).items():
             if name.endswith(".safetensors"):
+                check_tensors(data)
                 state |= load_tensors(data)
         fit = (self.model if model is None else model).load_state_dict(
             state, strict=False

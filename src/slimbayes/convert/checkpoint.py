@@ -49,8 +49,9 @@ from slimbayes.layers.base import Converted
 from slimbayes.posteriors import config_from_dict
 from slimbayes.posteriors.configs.base import Config
 from slimbayes.train.elbo import check_finite
-from slimbayes.untrusted import check_form, parse_json
+from slimbayes.untrusted import check_form, check_tensors, parse_json
 
+_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FORM: Any = {  # of config.json
     "conversions": [
         {
@@ -178,6 +179,7 @@ def load(
         _check_same(
             base, _shapes(needed), f"{folder / 'base.safetensors'} does not fit"
         )
+        _check_types(base, needed, f"{folder / 'base.safetensors'} does not fit")
     _convert(model, config["conversions"], posterior, folder)
     for _, conversion in conversions_of(model):
         conversion.noise_rule = tuple(config["noise_rule"])
@@ -319,11 +321,9 @@ def _convert(
         needed = {
             name: tensor for name, tensor in _state(model).items() if inside(name)
         }
-        _check_same(
-            posterior,
-            _shapes(needed),
-            f"{folder / 'posterior.safetensors'} does not fit",
-        )
+        problem = f"{folder / 'posterior.safetensors'} does not fit"
+        _check_same(posterior, _shapes(needed), problem)
+        _check_types(posterior, needed, problem)
     except (
         ValueError,
         TypeError,
@@ -385,6 +385,19 @@ def _check_same(
         raise CheckpointError(f"{problem}: {'; '.join(map(cut, faults[:5]))}{more}.")
 
 
+def _check_types(
+    here: dict[str, Tensor], wanted: dict[str, Tensor], problem: str
+) -> None:
+    """Refuse tensors of another kind than is wanted: whole numbers are no weights. Real ones may have any precision."""
+    for name, tensor in wanted.items():
+        got, needed = here[name].dtype, tensor.dtype
+        real = needed in _REAL and got in _REAL
+        if got != needed and not real:
+            raise CheckpointError(
+                f"{problem}: {cut(name)} is {got} but {needed} is wanted."
+            )
+
+
 def _fingerprint(state: dict[str, Tensor]) -> dict[str, Any]:
     """Names, shapes and content of the base model: no posterior is to be laid over another network."""
     digest = hashlib.sha256()
@@ -418,8 +431,9 @@ def _check_base(recorded: dict[str, Any], state: dict[str, Tensor], check: str) 
 
 def _tensors(data: bytes, file: Path) -> dict[str, Tensor]:
     try:
+        check_tensors(data)
         return load_tensors(data)
-    except SafetensorError as error:
+    except (SafetensorError, ValueError) as error:
         raise CheckpointError(
             f"{file} is not a valid safetensors file: {cut(str(error))}."
         ) from error

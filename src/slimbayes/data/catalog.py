@@ -30,6 +30,7 @@ from slimbayes.data.dataset import Dataset, Found, Split
 from slimbayes.data.sources import SOURCES, find, root_folder
 from slimbayes.data.stays import mortality
 from slimbayes.files import claim_folder, replacing
+from slimbayes.untrusted import check_regular, open_file
 
 FORMAT = (
     "3"  # of a cache: raise it when a reader gives other numbers for the same files
@@ -247,6 +248,7 @@ def _read_cache(
     about: dict[str, str] = {}
     for split in splits:
         try:
+            check_regular(_cache_file(folder, split))
             with safe_open(_cache_file(folder, split), "pt") as stored:
                 former, about = about, stored.metadata() or {}
                 if (made := (about.get("name"), about.get("format"))) != (name, FORMAT):
@@ -328,7 +330,7 @@ def _entry(file: Path, root: Path) -> dict[str, Any]:
 
 
 def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
+    with open_file(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

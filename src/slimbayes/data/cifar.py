@@ -46,7 +46,7 @@ def binary100(folder: Path) -> Found | None:
     """CIFAR-100, binary version, fine labels: train.bin, test.bin, fine_label_names.txt."""
     files = {split: [folder / f"{split}.bin"] for split in _BATCHES}
     names = folder / "fine_label_names.txt"
-    classes = tuple(names.read_text().split()) if names.is_file() else _UNNAMED
+    classes = tuple(read_file(names).decode().split()) if names.is_file() else _UNNAMED
     return Found.of_files(
         partial(_read_records, header=2, classes=len(classes)), files, classes, names
     )
@@ -100,7 +100,7 @@ def _joined(*paths: Path, read: Callable[[Path], Split]) -> Split:
 
 def _read_records(path: Path, header: int, classes: int) -> Split:
     """One binary file; the label is the last of `header` bytes before each image."""
-    content, size = bytearray(path.read_bytes()), header + PIXELS
+    content, size = bytearray(read_file(path, LIMIT)), header + PIXELS
     if not content or len(content) % size:
         where = f"{len(content):,} bytes and stops in record {len(content) // size}"
         raise ValueError(f"{path} has {where}; every record has {size}.")

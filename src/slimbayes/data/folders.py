@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -18,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slimbayes.data.archives import require
-from slimbayes.untrusted import check_regular
+from slimbayes.untrusted import most_unpacked, open_file
 
 ENDINGS = (".jpeg", ".jpg", ".png")
+_FORMATS = ("JPEG", "PNG")
 
 
 class ImageFolder(torch.utils.data.Dataset[tuple[Any, int]]):
@@ -146,15 +148,24 @@ def _opened(path: Path) -> Any:
     """A picture of Pillow's in RGB: cropping and shrinking it before it becomes a tensor takes half the time."""
     image = require("PIL.Image")
     try:
-        check_regular(path)
         # ImageNet's files named .JPEG hold a few PNG, and some CMYK pictures.
-        with image.open(path, formats=("JPEG", "PNG")) as picture:
+        with open_file(path) as file, image.open(file, formats=_FORMATS) as picture:
+            _check_pixels(picture.size, os.fstat(file.fileno()).st_size)
             picture.load()  # as it is where it can be: converting would copy it
             return picture if picture.mode == "RGB" else picture.convert("RGB")
-    except (OSError, SyntaxError, image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, image.DecompressionBombError) as error:
         raise ValueError(
             f"{path} cannot be decoded as a JPEG or PNG image: {error}"
         ) from error
+
+
+def _check_pixels(size: tuple[int, int], stored: int) -> None:
+    """Refuse a picture whose pixels would fill the memory that its file does not."""
+    width, height = size
+    if 3 * width * height > most_unpacked(stored):
+        raise ValueError(
+            f"its {width:,} x {height:,} pixels are too many for a file of {stored:,} bytes; make it smaller"
+        )
 
 
 def _resized(picture: Any, box: tuple[float, float, float, float], size: int) -> Tensor:

@@ -17,6 +17,7 @@ from slimbayes.data.archives import LIMIT, map_npy, read_idx, read_npz, require
 from slimbayes.data.cifar import CIFAR10_CLASSES
 from slimbayes.data.dataset import Found, Split, labels
 from slimbayes.data.folders import ImageFolder, class_folders
+from slimbayes.untrusted import open_file
 
 DIGITS = tuple("0123456789")
 LETTERS = tuple("ABCDEFGHIJ")
@@ -207,7 +208,8 @@ def _read_mat(path: Path) -> Split:
 def _mat(path: Path, function: str, **options: Any) -> Any:
     io = require("scipy.io")
     try:
-        return getattr(io, function)(str(path), **options)
+        with open_file(path) as stream:
+            return getattr(io, function)(stream, **options)
     except Exception as error:  # scipy's reader can fail in many ways on a damaged file
         raise ValueError(f"{path} is not a readable MATLAB 5 file: {error}") from error
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from slimbayes.data.archives import map_npy, read_xz
 from slimbayes.data.dataset import Found, Split
+from slimbayes.untrusted import read_file
 
 VOCABULARY, LENGTH = 20_000, 80
 RESERVED = ("<pad>", "<start>", "<unknown>")
@@ -84,7 +85,7 @@ def tree(folder: Path) -> Found | None:
                     f"{place} holds no reviews; files named <id>_<rating>.txt were expected."
                 )
             halves[split][0].extend(
-                _decode(file.read_bytes(), str(file)) for file in files
+                _decode(read_file(file), str(file)) for file in files
             )
             halves[split][1].extend([label] * len(files))
         return halves

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from datetime import datetime
 from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,6 +26,7 @@ from slimbayes.data.cells import number_in
 from slimbayes.data.dataset import Dataset, Found, Split
 from slimbayes.data.events import Buckets, Events, bag
 from slimbayes.data.table_files import LINE
+from slimbayes.untrusted import open_file
 
 CLASSES = ("survived", "died")
 
@@ -132,9 +134,13 @@ def open_rows(
 
     A ValueError that is raised while the file is open, here or by the caller, gets the file and the line in front.
     """
-    with (gzip.open if file.suffix == ".gz" else open)(
-        file, "rt", encoding="utf8", newline=""
-    ) as stream:
+    with (
+        open_file(file) as stored,
+        gzip.open(stored) if file.suffix == ".gz" else stored as unpacked,
+        io.TextIOWrapper(
+            cast(IO[bytes], unpacked), encoding="utf8", newline=""
+        ) as stream,
+    ):
         lines = csv.reader(_bounded(stream), strict=True)
         try:
             yield _cells(lines, columns)

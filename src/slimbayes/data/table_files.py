@@ -8,11 +8,14 @@ Sizes: n rows of a block, P columns.
 from __future__ import annotations
 
 import csv
+import io
+import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -30,10 +33,12 @@ from slimbayes.data.cells import (
     text_of,
 )
 from slimbayes.errors import brief
-from slimbayes.untrusted import check_regular
+from slimbayes.untrusted import most_unpacked, open_file
 
 TABLES = (".csv", ".tsv", ".parquet")  # ends of files' names
 MOST_VALUES = 1000  # different ones of a column that are kept
+MOST_COLUMNS = 50_000
+MOST_TEXT = 1 << 17  # characters of a cell; Python's reader of csv files has this limit
 LINE = 1 << 20  # characters: the longest honest line has a few thousand
 _CELLS = 1 << 14  # of a block
 Lines = Iterator[
@@ -176,21 +181,26 @@ def _opened(
     file: Path, header: bool | None, decimal: Decimal
 ) -> tuple[tuple[str, ...], bool, Lines]:
     """The names of a file's columns, whether it has them itself, and its rows."""
-    if not file.exists():
+    if not os.path.lexists(file):
         raise FileNotFoundError(f"{file} is not there.")
-    check_regular(file)
     parquet = file.suffix.lower() == ".parquet"
     lines = _parquet_lines(file) if parquet else cell_lines(file)
     number, first = next(lines, (1, []))
     if not first:
         raise ValueError(f"{file} is empty: it has no rows.")
     named = parquet or (_is_header(file, first, decimal) if header is None else header)
+    if len(first) > MOST_COLUMNS:
+        raise ValueError(
+            f"{file} has {len(first):,} columns; tables of up to {MOST_COLUMNS:,} can be read. Wider ones come as arrays "
+            f"in an .npz file."
+        )
     names = tuple(
         (named and name) or str(i + 1) for i, name in enumerate(first)
     )  # an index that pandas wrote has none
     for name in names:
         check_text(f"{file}, line {number}", name, "a column's name")
-    if odd := next((name for name in names if names.count(name) > 1), None):
+    seen = Counter(names)
+    if odd := next((name for name in names if seen[name] > 1), None):
         raise ValueError(f"{file}, line {number}: two columns are called {brief(odd)}.")
     rows = lines if named else chain([(number, first)], lines)
     return names, named, _checked(file, rows, len(names), named)
@@ -202,20 +212,34 @@ def cell_lines(file: Path) -> Lines:
     Cells are parted by whichever of comma, semicolon and tab the first line that is not empty has most of.
     """
     # Bytes that are no UTF-8 get through as what no number has in it, so that their line can be told.
-    with file.open(
-        newline="", encoding="utf-8-sig", errors="surrogateescape"
-    ) as stream:
-        first = next(
-            (line for line in iter(lambda: stream.readline(LINE), "") if line.strip()),
-            "",
-        )
+    with (
+        open_file(file) as stored,
+        io.TextIOWrapper(
+            stored, newline="", encoding="utf-8-sig", errors="surrogateescape"
+        ) as stream,
+    ):
+        first = next((line for line in _short_lines(file, stream) if line.strip()), "")
         stream.seek(0)
-        lines = csv.reader(stream, strict=True, delimiter=max(",;\t", key=first.count))
+        delimiter = max(",;\t", key=first.count)
+        bounded = _short_lines(file, stream)
+        lines = csv.reader(bounded, strict=True, delimiter=delimiter)
         try:
             for line in filter(None, lines):
                 yield lines.line_num, list(map(str.strip, line))
         except csv.Error as error:
             raise ValueError(f"{file}, line {lines.line_num}: {error}.") from error
+
+
+def _short_lines(file: Path, stream: IO[str]) -> Iterator[str]:
+    """The lines of a file, none of which is longer than LINE."""
+    number = 0
+    while line := stream.readline(LINE + 1):
+        number += 1
+        if len(line) > LINE:
+            raise ValueError(
+                f"{file}, line {number}: it has more than {LINE:,} characters. A table has a row on each line."
+            )
+        yield line
 
 
 def _is_header(file: Path, first: Sequence[str], decimal: Decimal) -> bool:
@@ -257,20 +281,68 @@ def _parquet_lines(file: Path) -> Lines:
         raise ImportError(
             'Parquet files are read by pyarrow: pip install "slimbayes[parquet]"'
         ) from error
-    try:
-        opened = parquet.ParquetFile(file)
-    except (arrow.ArrowException, OSError) as error:
-        raise ValueError(f"{file} is no parquet file: {brief(str(error))}.") from error
-    for one in opened.schema_arrow:
-        if arrow.types.is_nested(one.type) or arrow.types.is_binary(one.type):
+    with open_file(file) as stream:
+        try:
+            opened = parquet.ParquetFile(stream)
+            texts = _text_columns(file, opened.schema_arrow, arrow.types)
+            _check_parquet(file, opened.metadata, os.fstat(stream.fileno()).st_size)
+            # Every different text once: a column may hold the same long one a million times.
+            opened = parquet.ParquetFile(stream, read_dictionary=texts)
+            yield 0, (names := opened.schema_arrow.names)
+            batches = opened.iter_batches(max(1, _CELLS // max(1, len(names))))
+            rows = (
+                row
+                for batch in batches
+                for row in zip(
+                    *(_cells_of(c, file) for c in batch.columns), strict=True
+                )
+            )
+            yield from enumerate(rows, 1)
+        except (arrow.ArrowException, OSError) as error:
+            raise ValueError(
+                f"{file} is no parquet file: {brief(str(error))}."
+            ) from error
+
+
+def _text_columns(file: Path, schema: Any, types: Any) -> list[str]:
+    """The columns of texts, none of which holds lists or bytes."""
+    texts = []
+    for one in schema:
+        kind = one.type.value_type if types.is_dictionary(one.type) else one.type
+        if (
+            types.is_nested(kind)
+            or types.is_binary(kind)
+            or types.is_large_binary(kind)
+        ):
             raise ValueError(
                 f"{file}: column {brief(one.name)} holds {one.type}; numbers, texts and dates can be read."
             )
-    yield 0, (names := opened.schema_arrow.names)
-    batches = opened.iter_batches(max(1, _CELLS // len(names)))
-    rows = (
-        row
-        for batch in batches
-        for row in zip(*(column.to_pylist() for column in batch.columns), strict=True)
-    )
-    yield from enumerate(rows, 1)
+        if types.is_string(kind) or types.is_large_string(kind):
+            texts.append(one.name)
+    return texts
+
+
+def _check_parquet(file: Path, about: Any, size: int) -> None:
+    """Refuse a file that unpacks to more than one of its size may, by its own account."""
+    groups = [about.row_group(i) for i in range(about.num_row_groups)]
+    numbers = 8 * about.num_rows * about.num_columns
+    unpacked = max(numbers, sum(group.total_byte_size for group in groups))
+    if unpacked > most_unpacked(size):
+        raise ValueError(
+            f"{file} has {size:,} bytes, which unpack to {unpacked:,}: too many for a file of its size. If that is "
+            f"meant, write it with compression=None and use_dictionary=False."
+        )
+
+
+def _cells_of(column: Any, file: Path) -> Sequence[Any]:
+    """A parquet column's cells; equal texts are one object."""
+    if not hasattr(column, "dictionary"):
+        cells: list[Any] = column.to_pylist()
+        return cells
+    values = column.dictionary.to_pylist()
+    longest = max((len(v) for v in values if isinstance(v, str)), default=0)
+    if longest > MOST_TEXT:
+        raise ValueError(
+            f"{file} holds a text of {longest:,} characters; cells of up to {MOST_TEXT:,} can be read"
+        )
+    return [None if at is None else values[at] for at in column.indices.to_pylist()]

@@ -389,11 +389,12 @@ def reproduce(
     from slimbayes.lab.papers.reproduce import parse_seeds
     from slimbayes.lab.papers.reproduce import reproduce as run_rows
     from slimbayes.lab.runs.watchers import Bars
+    from slimbayes.untrusted import read_file
 
     execution = Execution(accelerator=accelerator, data_dir=data_dir)
     with Bars() as bars:
         folder = run_rows(table, out, execution, scale, parse_seeds(seeds), bars)
-    typer.echo((folder / "table.md").read_text())
+    typer.echo(read_file(folder / "table.md").decode())
 
 
 @config_app.command("check")
@@ -449,7 +450,3 @@ def main() -> None:
         else usual(message, kind, *place)
     )
     app(prog_name="slimbayes")
-
-
-if __name__ == "__main__":
-    main()

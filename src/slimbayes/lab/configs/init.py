@@ -16,11 +16,10 @@ import numpy as np
 from slimbayes.data.cells import days_of
 from slimbayes.data.table_files import TABLES, Column, TableFile, look
 from slimbayes.distributions.scales import dropout_scale
-from slimbayes.errors import did_you_mean
+from slimbayes.errors import cut, did_you_mean
 from slimbayes.lab.configs.files import ConfigError, validate
 from slimbayes.lab.configs.own import FEW, feature_kind, target_is_class
 from slimbayes.lab.configs.yaml_text import parse
-from slimbayes.untrusted import check_regular
 
 _HEAD = "# Written by `slimbayes init` after a look at the data. Train with: slimbayes fit {file}\n"
 _LEFT = "    # "  # of lines about columns that are left out
@@ -224,26 +223,29 @@ def _values(column: Column) -> str:
 
 
 def _arrays(path: Path) -> Plan:
-    check_regular(path)
+    from slimbayes.data.archives import npz_headers  # it needs torch, too
+
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            x, y = (
-                archive[name if name in archive.files else f"{name}_train"]
-                for name in ("x", "y")
-            )
-    except (ValueError, OSError, EOFError, KeyError, AttributeError) as error:
+        found = npz_headers(path)
+        (x, kind), (y, target) = (
+            found[name if name in found else f"{name}_train"] for name in ("x", "y")
+        )
+    except (ValueError, OSError, KeyError) as error:
+        why = f" ({cut(str(error))})" if isinstance(error, ValueError) else ""
         raise ConfigError(
-            f"{path} needs the arrays x and y, or x_train, y_train, x_test and y_test."
+            f"{path} needs the arrays x and y, or x_train, y_train, x_test and y_test{why}."
         ) from error
-    classes = y.dtype.kind != "f"
+    if not x or not y:
+        raise ConfigError(f"{path}: x and y must be arrays of rows.")
+    classes = target.kind != "f"
     data = [
-        f"  npz: {_quoted(str(path))}  # x {x.shape} of {x.dtype}, y {y.shape} of {y.dtype}",
+        f"  npz: {_quoted(str(path))}  # x {x} of {kind}, y {y} of {target}",
         f"  task: {'classes' if classes else 'regression'}",
     ]
-    model = "{kind: small_cnn}" if x.ndim == 4 else "{kind: mlp, hidden: [128, 128]}"
+    model = "{kind: small_cnn}" if len(x) == 4 else "{kind: mlp, hidden: [128, 128]}"
     if not classes:
         model = "{kind: regression_net, hidden: 128}  # or a function of your own: {python: package.module:function}"
-    return Plan([*data, *_COMMON], model, _MEMBERS, len(x), classes)
+    return Plan([*data, *_COMMON], model, _MEMBERS, x[0], classes)
 
 
 def _pictures(path: Path) -> Plan:

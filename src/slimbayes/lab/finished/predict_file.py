@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import math
+import os
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data import Split
-from slimbayes.data.archives import DAMAGE, npy_blocks
+from slimbayes.data.archives import DAMAGE, checked_zip, npy_blocks
 from slimbayes.data.cells import Allow, number_in
 from slimbayes.data.folders import ENDINGS, decode, read_square
 from slimbayes.data.table_files import cell_lines, number_blocks
@@ -35,7 +37,7 @@ from slimbayes.lab.tasks.rows import check_names
 from slimbayes.lab.tasks.task import Task
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.likelihoods import LIKELIHOODS
-from slimbayes.untrusted import check_regular
+from slimbayes.untrusted import open_file
 
 Columns = dict[str, np.ndarray]  # names and (n,) values
 # Rows of a folder. The decoder takes ENDINGS and refuses the others: to pass one over would shift all rows after it.
@@ -101,13 +103,12 @@ def row_blocks(
 
     Shape: blocks of (n, ...), at least one.
     """
-    if not file.exists():
+    if not os.path.lexists(file):
         raise FileNotFoundError(f"{file} is not there.")
     if file.is_dir() or file.suffix.lower() in _IMAGES:
         return _image_blocks(
             file, decode if size is None else partial(read_square, size=size)
         )
-    check_regular(file)
     if file.suffix == ".csv":
         return _csv_blocks(file, columns, "any" if allow_nonfinite else "finite")
     if file.suffix not in (".npy", ".npz"):
@@ -130,18 +131,19 @@ def regrouped(blocks: Iterator[Tensor], size: int) -> Iterator[Tensor]:
 def _array_blocks(file: Path) -> Iterator[Tensor]:
     with contextlib.ExitStack() as stack:
         try:
-            stream: IO[bytes] = stack.enter_context(open(file, "rb"))
             if file.suffix == ".npz":
-                archive = stack.enter_context(zipfile.ZipFile(stream))
+                archive = stack.enter_context(checked_zip(file, limit=math.inf))
                 names = [name.removesuffix(".npy") for name in archive.namelist()]
                 if "x" not in names and len(names) != 1:
                     raise ValueError(
                         f"it has the arrays {', '.join(names) or 'none'}, and needs one named x"
                     )
-                stream = stack.enter_context(
-                    archive.open(f"{'x' if 'x' in names else names[0]}.npy")
-                )
-            yield from npy_blocks(stream)
+                entry = archive.getinfo(f"{'x' if 'x' in names else names[0]}.npy")
+                stream, size = stack.enter_context(archive.open(entry)), entry.file_size
+            else:
+                stream = stack.enter_context(open_file(file))
+                size = os.fstat(stream.fileno()).st_size
+            yield from npy_blocks(stream, size)
         except DAMAGE as error:
             raise ValueError(f"{file} cannot be read: {error}.") from error
 

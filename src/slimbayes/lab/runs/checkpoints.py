@@ -29,7 +29,7 @@ from slimbayes.files import (
     tidy_folder,
     write_folder,
 )
-from slimbayes.untrusted import parse_json
+from slimbayes.untrusted import check_tensors, parse_json
 
 KEEP = 2  # the latest, and one before it should that be damaged
 _TENSORS, _STATE = "tensors.safetensors", "state.json"
@@ -93,7 +93,7 @@ def latest_checkpoint(
 
     Args:
         facts: what a run's own checkpoints say, such as the config's hash; a fact that one does not state is let pass.
-        network: what its tensors must fit, by name and shape.
+        network: what its tensors must fit, by name, shape and type.
     """
     for path in _latest_first(folder):
         try:
@@ -117,6 +117,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise CheckpointError(
             f"{path / _STATE} lacks the step, the curve or the config's hash."
         )
+    check_tensors(files[_TENSORS])
     return load_tensors(files[_TENSORS]), facts
 
 
@@ -135,11 +136,11 @@ def _why_foreign(
     if network is None:
         return ""
     own = {
-        n.removeprefix("network/"): tuple(t.shape)
+        n.removeprefix("network/"): (tuple(t.shape), t.dtype)
         for n, t in tensors.items()
         if n.startswith("network/")
     }
-    here = {n: tuple(t.shape) for n, t in network.state_dict().items()}
+    here = {n: (tuple(t.shape), t.dtype) for n, t in network.state_dict().items()}
     odd = sorted(n for n in own.keys() | here.keys() if own.get(n) != here.get(n))
     return f"is of another network: {', '.join(odd[:5])} differ" if odd else ""
 

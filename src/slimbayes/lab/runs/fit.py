@@ -6,7 +6,6 @@ A run is a function of its config: stop it anywhere, resume it, and it ends in t
 from __future__ import annotations
 
 import copy
-import json
 import math
 import resource
 import time
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 import slimbayes as sb
 from slimbayes.data import Dataset, Split
 from slimbayes.diagnostics.check import check as check_posterior
+from slimbayes.errors import cut
 from slimbayes.files import write_json
 from slimbayes.lab.configs.experiment import Experiment
 from slimbayes.lab.configs.files import merged, parse_override, validate
@@ -43,7 +43,13 @@ from slimbayes.report.record import (
     read,
     write,
 )
+from slimbayes.untrusted import check_form, parse_json, read_file
 
+_COST = {
+    "train_seconds": (int, float),
+    "epoch_seconds": [(int, float)],
+    "peak_memory": (int, float),
+}
 _ROWS, _PICTURES = (
     128,
     32,
@@ -238,7 +244,16 @@ def _measured(training: Training) -> dict[str, Any]:
 
 def _cost(file: Path, evaluate_seconds: float) -> RunCost:
     """The cost of a run, from its cost.json."""
-    measured: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    measured: dict[str, Any] = {}
+    try:
+        measured = parse_json(read_file(file))
+        check_form(measured, _COST)
+    except FileNotFoundError:
+        pass  # a run that was only evaluated
+    except (OSError, ValueError) as error:
+        raise run_folder.RunError(
+            f"{file} cannot be read: {cut(str(error))}. Restore it from a copy, or remove it."
+        ) from error
     epochs = sorted(measured.get("epoch_seconds", ()))
     return RunCost(
         train_seconds=measured.get("train_seconds", float("nan")),
@@ -273,7 +288,7 @@ def check_fit(predictor: Predictor, folder: Path) -> Diagnostics:
     )
     skipped = sum(
         not math.isfinite(row["loss"])
-        for row in run_folder.read_curve(folder, "steps.csv")
+        for row in run_folder.read_rows(folder / "steps.csv", "loss")
     )
     warnings = found.warnings
     if skipped:

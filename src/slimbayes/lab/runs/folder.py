@@ -14,11 +14,14 @@ from __future__ import annotations
 import csv
 import fcntl
 import hashlib
+import itertools
+import os
 import platform
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -29,10 +32,13 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+import slimbayes
+from slimbayes.errors import cut
 from slimbayes.files import (
     MARKER,
     claim_folder,
     remove_drafts,
+    replacing,
     write_json,
     write_text,
 )
@@ -41,9 +47,12 @@ from slimbayes.lab.configs.files import ConfigError, read_tree, validate
 from slimbayes.lab.configs.yaml_text import dump
 from slimbayes.lab.runs.checkpoints import tidy_checkpoints
 from slimbayes.report.record import note_unsealed
-from slimbayes.untrusted import parse_json, read_file
+from slimbayes.untrusted import VALUES, append_file, open_file, parse_json, read_file
 
 _STEPS = "step,loss,nll,kl\n"
+_CURVES = 1 << 30  # bytes: ten million steps
+_LINE = 1 << 16  # bytes of one line, which has a hundred numbers at most
+_COLUMNS = 1000
 _SUMS = "SHA256SUMS"  # as sha256sum writes it: `sha256sum -c SHA256SUMS` looks too
 _SEALED = (
     "config.yaml", "environment.json", "data.json", "metrics.csv", "steps.csv", "cost.json", "inputs.json",
@@ -87,8 +96,7 @@ def open_run(folder: Path, experiment: Experiment, resume: bool) -> Iterator[Non
     """Make or reopen a run's directory and hold its lock. A new one whose data or network are refused is removed."""
     new = not folder.exists()
     try:
-        marker = claim_run(folder)
-        lock = open(marker, "a")  # noqa: SIM115 (held on to)
+        lock = append_file(claim_run(folder))
     except OSError as error:
         raise RunError(
             f"The run directory {folder} cannot be written to: {error.strerror}. Choose another with --out."
@@ -113,7 +121,9 @@ def _remove_begun(folder: Path) -> None:
         folder.rmdir()
 
 
-def _prepare(folder: Path, experiment: Experiment, resume: bool, lock: IO[str]) -> None:
+def _prepare(
+    folder: Path, experiment: Experiment, resume: bool, lock: IO[bytes]
+) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -159,7 +169,7 @@ def seal(folder: Path) -> None:
     lines = []
     for name in _SEALED:
         if (folder / name).is_file():
-            with open(folder / name, "rb") as file:
+            with open_file(folder / name) as file:
                 lines.append(
                     f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n"
                 )
@@ -173,26 +183,34 @@ def unseal(folder: Path) -> None:
 
 def check_seal(folder: Path, names: Sequence[str]) -> None:
     """Refuse files that changed since the run ended; runs that have not ended, and older ones, have no such sums."""
-    if not (folder / _SUMS).exists():
+    try:
+        sums = read_file(folder / _SUMS)
+    except FileNotFoundError:
         if (folder / "record.json").exists():
             note_unsealed("Runs without SHA256SUMS")
         return
-    lines = (folder / _SUMS).read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise RunError(f"{folder / _SUMS} cannot be read: {error.strerror}.") from error
+    lines = sums.decode(errors="replace").splitlines()
     known = {
         name: digest for digest, _, name in (line.partition("  ") for line in lines)
     }
     for name in names:
-        file = folder / name
-        if not file.exists() and name not in known:
-            continue
-        if (
-            not file.exists()
-            or known.get(name) != hashlib.sha256(file.read_bytes()).hexdigest()
-        ):
+        if _sha256(folder / name) != known.get(name):
             raise RunError(
-                f"{file} is damaged, or was changed after the run: it does not fit {folder / _SUMS}. Restore it from a "
-                f"copy, or remove {_SUMS} if the change is meant."
+                f"{folder / name} is damaged, or was changed after the run: it does not fit {folder / _SUMS}. Restore "
+                f"it from a copy, or remove {_SUMS} if the change is meant."
             )
+
+
+def _sha256(file: Path) -> str | None:
+    """The sha256 of a file of a run; None where it is not there."""
+    try:
+        return hashlib.sha256(read_file(file)).hexdigest()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunError(f"{file} cannot be read: {error.strerror}.") from error
 
 
 def check_data_of(folder: Path, name: str, sha256: str) -> str:
@@ -201,7 +219,7 @@ def check_data_of(folder: Path, name: str, sha256: str) -> str:
         known: Any = parse_json(read_file(folder / "data.json"))["sha256"]
     except FileNotFoundError:
         return f"{folder} does not say which data it has read, so it was not compared with those of {name} here."
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
             f"{folder / 'data.json'} is damaged: {error!r}. Restore it from a copy."
         ) from error
@@ -224,39 +242,67 @@ def append_steps(file: Path, first: int, losses: Tensor) -> None:
     ]
     new = not file.exists()
     try:
-        with open(file, "a", encoding="utf8") as handle:
-            handle.write("".join([_STEPS if new else "", *lines]))
+        with append_file(file) as handle:
+            handle.write("".join([_STEPS if new else "", *lines]).encode())
     except OSError as error:  # a full disk names no file itself
         raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 def forget_steps(file: Path, first: int) -> None:
     """Drop the lines of step `first` and later ones, which will be run again."""
-    if file.exists():
-        # A power loss may have left any part of it, or nothing.
-        lines = [
-            line
-            for line in file.read_text(errors="replace").splitlines(keepends=True)
-            if line.endswith("\n")
-        ]
-        numbers = ((line.split(",", 1)[0], line) for line in lines)
-        kept = [
-            line
-            for number, line in numbers
-            if number.isdecimal() and int(number) < first
-        ]
-        write_text(file, "".join([_STEPS, *kept]))
+    try:
+        with open_file(file, _CURVES) as stream, replacing(file) as draft:
+            kept = itertools.chain([_STEPS.encode()], _steps_before(stream, first))
+            with open(draft, "wb") as out:
+                out.writelines(kept)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunError(f"{file} cannot be read: {error.strerror}.") from error
 
 
-def read_curve(folder: Path, name: str = "metrics.csv") -> list[dict[str, float]]:
-    """The lines of metrics.csv, one for each epoch, or of steps.csv, one for each step."""
-    if not (folder / name).exists():
-        return []
-    with open(folder / name, newline="") as handle:
-        return [
-            {name: float(value) for name, value in row.items() if value}
-            for row in csv.DictReader(handle)
-        ]
+def _steps_before(stream: IO[bytes], first: int) -> Iterator[bytes]:
+    """Whole lines of steps before `first`; a power loss may have left any part of the file, or nothing."""
+    while line := stream.readline(_LINE):
+        number = line.partition(b",")[0]
+        whole = line.endswith(b"\n") and number.isdigit() and len(number) < 20
+        if whole and int(number) < first:
+            yield line
+
+
+def read_curve(folder: Path) -> list[dict[str, float]]:
+    """The lines of metrics.csv, one for each epoch."""
+    curve, values = [], 0
+    for row in read_rows(folder / "metrics.csv", "epoch"):
+        curve.append(row)
+        values += len(row)
+        if values > VALUES:
+            raise RunError(f"{folder / 'metrics.csv'} has more than {VALUES:,} values.")
+    return curve
+
+
+def read_rows(file: Path, needed: str) -> Iterator[dict[str, float]]:
+    """The lines of metrics.csv or steps.csv, one at a time; the column `needed` must have a number in each."""
+    try:
+        with open_file(file, _CURVES) as stream:
+            rows = csv.DictReader(_lines(stream))
+            if len(rows.fieldnames or ()) > _COLUMNS:
+                raise ValueError(f"it has more than {_COLUMNS:,} columns")
+            for row in rows:
+                if not row.get(needed) or None in row:
+                    raise ValueError(f"line {rows.line_num} does not fit its columns")
+                yield {name: float(value) for name, value in row.items() if value}
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunError(f"{file} cannot be read: {error.strerror}.") from error
+    except (csv.Error, ValueError) as error:
+        raise RunError(f"{file} is damaged: {cut(str(error))}.") from error
+
+
+def _lines(stream: IO[bytes]) -> Iterator[str]:
+    while line := stream.readline(_LINE):
+        yield line.decode(errors="replace")
 
 
 def tensorboard(folder: Path, row: dict[str, float]) -> None:
@@ -297,16 +343,43 @@ def environment() -> Mapping[str, str]:
     }
     if torch.cuda.is_available():
         facts |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+    return facts | _commit()
+
+
+def _commit() -> dict[str, str]:
+    """The commit of the library's own checkout, and how many files of it have changed; nothing where it is installed.
+
+    An installed library often lies inside another project's checkout, whose commit says nothing about it and whose
+    settings may name programs for git to run.
+    """
+    root = Path(slimbayes.__file__).resolve().parents[2]
+    if not _is_checkout(root):
+        return {}
     try:
-        facts |= {"commit": _git("rev-parse", "HEAD")}
-        facts |= {
-            "changed files": str(
-                len(_git("status", "--porcelain", "-uno").splitlines())
-            )
-        }
-    except (OSError, subprocess.SubprocessError):
-        pass  # it does not run from a checkout
-    return facts
+        toplevel, commit = _git(root, "rev-parse", "--show-toplevel", "HEAD").split(
+            "\n"
+        )
+        if Path(toplevel).resolve() != root:
+            return {}
+        changed = _git(
+            root, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules"
+        )
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return {}
+    return {"commit": commit, "changed files": str(len(changed.splitlines()))}
+
+
+def _is_checkout(root: Path) -> bool:
+    """Whether a folder is this project's own checkout: its git folder or file, its package, and its name."""
+    package = root / "src" / "slimbayes"
+    here = Path(slimbayes.__file__).resolve().parent
+    if not (root / ".git").exists() or package != here:
+        return False
+    try:
+        project = tomllib.loads(read_file(root / "pyproject.toml").decode())["project"]
+        return bool(project["name"] == "slimbayes")
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def _cpu() -> str:
@@ -321,12 +394,27 @@ def _cpu() -> str:
         return platform.processor() or platform.machine()
 
 
-def _git(*words: str) -> str:
-    """What git says about the library's own checkout."""
-    here = Path(__file__).parent
+def _git(root: Path, *words: str) -> str:
+    """What git says about a checkout, whose hooks, monitors and pagers do not run."""
+    # A hook of another project, which runs this, has variables that lead git there.
+    clean = {name: v for name, v in os.environ.items() if not name.startswith("GIT_")}
+    clean |= {
+        "GIT_CEILING_DIRECTORIES": str(root.parent),  # look no further up
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_OPTIONAL_LOCKS": "0",
+        "GIT_TERMINAL_PROMPT": "0",
+    }
+    settings = (
+        "core.fsmonitor=false",
+        f"core.hooksPath={os.devnull}",
+        f"core.attributesFile={os.devnull}",  # which filters files go through
+    )
+    options = [part for setting in settings for part in ("-c", setting)]
     done = subprocess.run(
-        ["git", *words],
-        cwd=here,
+        ["git", "--no-pager", *options, *words],
+        cwd=root,
+        env=clean,
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=10,
@@ -338,7 +426,7 @@ def _git(*words: str) -> str:
 def command() -> str:
     """The command line, as one would type it."""
     program = Path(sys.argv[0])
-    # python -m slimbayes and python -m slimbayes.lab.command are the same as slimbayes.
-    same = program.parts[-2:] in {("slimbayes", "__main__.py"), ("lab", "command.py")}
+    # python -m slimbayes is the same as slimbayes.
+    same = program.parts[-2:] == ("slimbayes", "__main__.py")
     name = "slimbayes" if same else program.name
     return shlex.join([name, *sys.argv[1:]])

@@ -5,6 +5,8 @@ Draws are functions of the run's seed and the set: equal weights, equal scores.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,11 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import slimbayes as sb
 from slimbayes.data import Split
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.lab.configs.experiment import Experiment
+from slimbayes.lab.configs.own import PythonNet
 from slimbayes.lab.execution import key, seed_everything
 from slimbayes.lab.runs.scores import (
     Scores,
@@ -35,14 +39,82 @@ from slimbayes.report.record import Evaluation, Role
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
 
 
+class TooLarge(ValueError):
+    """A network that would not fit into memory, or has more numbers than its checkpoint."""
+
+
+class _SizesAlone(TorchFunctionMode):
+    """Tensors are made without numbers, on the meta device, and not started; more than `most` numbers end it."""
+
+    def __init__(self, most: float) -> None:
+        super().__init__()
+        self.most = most
+        self.made = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        options = kwargs or {}
+        changed = args[0] if args else options.get("tensor")
+        name = getattr(func, "__name__", "")
+        # Starting values: on the meta device they would only take time.
+        if isinstance(changed, Tensor) and name[-1:] == "_" and name[-2:] != "__":
+            return changed
+        out = func(*args, **options)
+        if isinstance(out, Tensor) and not types:
+            self.made += out.numel()
+            if self.made > self.most:
+                raise TooLarge
+        return out
+
+
+def check_size(make: Callable[[], nn.Module], most: float, told: str) -> None:
+    """Refuse a network of more than `most` numbers before it takes any memory; `told` says why it is too large."""
+    found: float = math.inf
+    count = f"more than {most:,.0f}"
+    try:
+        # A parameter counts up to three times while it is made.
+        with torch.device("meta"), _SizesAlone(4 * most + 1_000_000):
+            found = sum(p.numel() for p in make().parameters())
+            count = f"{found:,}"
+    except TooLarge:
+        pass
+    if found > most:
+        raise TooLarge(f"The network of the config has {count} numbers, {told}")
+
+
+def _memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def plain_network(
-    experiment: Experiment, facts: Mapping[str, Any], data: str
+    experiment: Experiment,
+    facts: Mapping[str, Any],
+    data: str,
+    file_size: int | None = None,
 ) -> nn.Module:
-    """The network that a config names, filled with what the data say about it, before it says its noise."""
+    """The network that a config names, filled with what the data say about it, before it says its noise.
+
+    One that does not fit into memory is refused before it takes any; so is one of more numbers than `file_size`, the
+    bytes of the files that hold its weights, if there are any.
+    """
     if experiment.noise == "heteroscedastic" and _real(facts):
         facts = {**facts, "outputs": 2 * facts["outputs"]}
-    network: nn.Module = experiment.model.network(facts, data)
-    return network
+    make: Callable[[], nn.Module] = partial(experiment.model.network, facts, data)
+    if isinstance(experiment.model, PythonNet):
+        return make()
+    if file_size is not None:
+        told = f"but the files of its weights have only {file_size:,} bytes: they belong to another network."
+        check_size(make, file_size, told)
+    memory = _memory()
+    told = f"and this machine has {memory / 1e9:,.0f} GB of memory: give `model` smaller sizes."
+    check_size(make, memory / 4, told)
+    return make()
 
 
 def with_noise(

@@ -19,8 +19,12 @@ from pathlib import Path
 from slimbayes.lab.configs.experiment import Experiment
 from slimbayes.lab.runs.folder import RunError, claim_run, default_folder, write_config
 from slimbayes.report.record import RecordError, read
+from slimbayes.untrusted import append_file, open_file
 
-COMMAND = (sys.executable, "-m", "slimbayes.lab.command")
+# With -P, and SAFE for the processes that it starts in turn, a file that lies about in the current folder is never
+# imported: `python -m` would look there first.
+COMMAND = (sys.executable, "-P", "-m", "slimbayes")
+SAFE = {"PYTHONSAFEPATH": "1"}
 STARTS = 3  # of a run that signals kill
 STOPPED = 143  # exit code of a run that was asked to stop and left a checkpoint
 GRACE = 60.0  # seconds that a run gets to write its checkpoint when it is asked to stop
@@ -91,13 +95,13 @@ def _process(
     ]
     # The kernel asks the run to stop when this call is gone, however it went.
     tied = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
-    with open(run.folder / "log.txt", "ab") as log:
+    with append_file(run.folder / "log.txt") as log:
         log.write(
             f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} slimbayes {' '.join(line)}\n".encode()
         )
         log.flush()
         return subprocess.Popen(
-            [*tied, *COMMAND, *line], env={**environment, "TYPER_STANDARD_TRACEBACK": "1"},
+            [*tied, *COMMAND, *line], env={**environment, **SAFE, "TYPER_STANDARD_TRACEBACK": "1"},
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
 
@@ -133,11 +137,15 @@ def _outcome(run: Run, code: int) -> tuple[str, str]:
         memory = ", perhaps for want of memory" if code == -signal.SIGKILL else ""
         return "failed", f"was killed by {signal.Signals(-code).name}{memory}"
     log = run.folder / "log.txt"
-    said = [
-        line.strip()
-        for line in log.read_text(encoding="utf8", errors="replace").splitlines()
-    ]
+    said = [line.strip() for line in _tail(log).splitlines()]
     return "failed", f"{[line for line in said if line][-1][:300]} ({log})"
+
+
+def _tail(file: Path) -> str:
+    """The last 64 kB of a text."""
+    with open_file(file) as log:
+        log.seek(max(0, os.fstat(log.fileno()).st_size - (1 << 16)))
+        return log.read().decode("utf8", errors="replace")
 
 
 def _say(run: Run, state: str) -> None:

@@ -6,6 +6,7 @@ names of a row, scaling, classes, vocabulary, units of real targets, likelihood,
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,33 @@ from torch import Tensor, nn
 import slimbayes as sb
 from slimbayes.data import Dataset, Split
 from slimbayes.errors import brief
-from slimbayes.files import write_json
+from slimbayes.files import CheckpointError, write_json
+from slimbayes.lab.configs.own import OwnCodeError
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.runs.folder import RunError, check_data_of, check_seal, read_config
 from slimbayes.lab.runs.predictor import (
     Predictor,
+    TooLarge,
     likelihood_of,
     plain_network,
     with_noise,
 )
 from slimbayes.lab.tasks.own_table import TableReader
 from slimbayes.lab.tasks.task import Scaling, Task, open_task
-from slimbayes.train.likelihoods import LikelihoodName
-from slimbayes.untrusted import parse_json, read_file
+from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
+from slimbayes.untrusted import check_form, open_file, parse_json, read_file
 
 _TYPES = {
     str(t)[len("torch.") :]: t
     for t in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)
+}
+_FORM = {  # of inputs.json, what is not checked by using it
+    "row": [int],
+    "targets": [int],
+    "name": str,
+    "classes": [str],
+    "vocabulary": int,
+    "fills": {str: object},
 }
 
 
@@ -56,9 +67,9 @@ def load_run(
     task = open_task(experiment.data, execution.data_dir, dataset).to(execution.device)
     check_data_of(folder, task.name, task.sha256)
     facts = task.fills()
-    plain = with_noise(
-        experiment, facts, network or plain_network(experiment, facts, task.name)
-    )
+    size = weights_size(folder)
+    own = network or plain_network(experiment, facts, task.name, size)
+    plain = with_noise(experiment, facts, own)
     loaded = sb.load(plain, folder / "model").to(execution.device)
     return Predictor(experiment, loaded, task, likelihood_of(experiment, task, loaded))
 
@@ -95,6 +106,7 @@ def read_predictor(folder: Path, device: torch.device) -> Predictor:
     check_seal(Path(folder), ["inputs.json", "model/manifest.json"])
     try:
         facts = parse_json(read_file(file))
+        check_form(facts, _FORM)
         x = torch.zeros(0, *facts["row"], dtype=_TYPES[facts["dtype"]])
         y = torch.zeros(
             0, *facts["targets"], dtype=torch.float32 if facts["real"] else torch.int64
@@ -103,40 +115,69 @@ def read_predictor(folder: Path, device: torch.device) -> Predictor:
         mean, std, y_mean, y_std = (
             None if facts[n] is None else _tensor(facts[n]) for n in names
         )
-        columns = tuple(
-            map(str, facts.get("columns", ()))
-        )  # runs of before they were kept have none
+        # Runs of before they were kept have none.
+        columns = tuple(map(str, facts.get("columns", ())))
         reader = TableReader.from_dict(facts.get("own"))
-        plain = with_noise(
-            experiment,
-            facts["fills"],
-            plain_network(experiment, facts["fills"], facts["name"]),
-        )
-    except OSError as error:
+        likelihood: LikelihoodName = facts["likelihood"]
+        if likelihood not in LIKELIHOODS:
+            raise ValueError(f"likelihood must be one of {', '.join(LIKELIHOODS)}")
+        size = weights_size(folder)
+        network = plain_network(experiment, facts["fills"], facts["name"], size)
+        plain = with_noise(experiment, facts["fills"], network)
+    except FileNotFoundError as error:
         raise RunError(
             f"{folder} has no inputs.json: its training is not finished, or it is a run on image folders, which cannot "
             f"predict files yet."
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise RunError(f"{error.filename} cannot be read: {error.strerror}.") from error
+    except TooLarge as error:
+        raise RunError(f"{folder}: {error}") from error
+    except (CheckpointError, OwnCodeError, RunError):
+        raise
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:  # whatever becomes of odd facts
         raise RunError(
             f"{file} is damaged: {brief(error)}. `slimbayes evaluate {folder}` writes it anew."
         ) from error
     network, nothing = sb.load(plain, Path(folder) / "model").to(device), Split(x, y)
-    classes, words = tuple(facts["classes"]), facts["vocabulary"]
     task = Task(
         facts["name"],
         nothing,
         nothing,
         None,
         Scaling(mean, std),
-        classes,
-        words,
+        tuple(facts["classes"]),
+        facts["vocabulary"],
         y_mean,
         y_std,
         columns,
         reader,
     )
-    return Predictor(experiment, network, task.to(device), facts["likelihood"])
+    return Predictor(experiment, network, task.to(device), likelihood)
+
+
+def weights_size(folder: Path) -> int:
+    """Bytes of the files that hold a run's weights, none of which has holes."""
+    model = Path(folder) / "model"
+    size = 0
+    for name in ("base.safetensors", "posterior.safetensors"):
+        try:
+            with open_file(model / name) as file:
+                size += os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            continue  # sb.load will say it
+        except OSError as error:
+            raise RunError(
+                f"{model / name} cannot be read: {error.strerror}."
+            ) from error
+    return size
 
 
 def _tensor(numbers: Any) -> Tensor:

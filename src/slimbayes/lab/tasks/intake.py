@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-import zipfile
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data import Dataset, Split, load, load_bags
+from slimbayes.data.archives import read_npz
 from slimbayes.data.folders import ImageFolder, read_square
 from slimbayes.data.sources import find, root_folder
 from slimbayes.errors import brief
@@ -22,7 +23,6 @@ from slimbayes.lab.configs.experiment import Data
 from slimbayes.lab.execution import generator
 from slimbayes.lab.tasks.own_table import read_table, real_targets
 from slimbayes.lab.tasks.rows import hold_out
-from slimbayes.untrusted import check_regular
 
 _WHOLE = 256 << 20  # bytes of a tensor that are all read
 _BLOCK, _BLOCKS = (
@@ -132,22 +132,7 @@ def _splits(found: list[Split], chosen: Data) -> dict[str, Split]:
 
 
 def _arrays(path: Path, chosen: Data) -> Dataset:
-    check_regular(path)
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except (
-        ValueError,
-        OSError,
-        EOFError,
-        KeyError,
-        AttributeError,
-        MemoryError,
-        zipfile.BadZipFile,
-    ) as error:
-        raise ValueError(
-            f"{path} cannot be read as a .npz file: {brief(str(error))}."
-        ) from error
+    arrays = read_npz(path, limit=math.inf)
     cut = {"x_train", "y_train", "x_test", "y_test"} <= arrays.keys()
     if not cut and not {"x", "y"} <= arrays.keys():
         has = ", ".join(map(brief, list(arrays)[:10])) or "none"
