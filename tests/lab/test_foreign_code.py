@@ -135,7 +135,7 @@ def ask(*words):
     except SystemExit as end:
         print("##", " ".join(words), "->", end.code, flush=True)
 
-HELP = "fit evaluate diagnose stack predict export serve compare report sweep reproduce init data config".split()
+HELP = "fit evaluate diagnose stack predict export compare report sweep reproduce init data config".split()
 for command in HELP:
     ask(command, "--help")
 ask("init", "rows.csv", "--target", "y", "-o", "written.yaml")
@@ -176,7 +176,7 @@ def test_no_command_runs_what_lies_in_the_current_folder(project: Path) -> None:
     assert executed(project) == []
     ended = [line for line in done.stdout.splitlines() if line.startswith("##")]
     assert all(line.endswith("-> 0") for line in ended), done.stdout + done.stderr
-    assert len(ended) == ALL_COMMANDS.count("ask(") + 12  # the loop and its function
+    assert len(ended) == ALL_COMMANDS.count("ask(") + 11  # the loop and its function
     # The runs, one of them in a process of its own, know no commit, least of all that of the project.
     kept = [project / "run", *(project / "runs").iterdir()]
     assert len(kept) == 2

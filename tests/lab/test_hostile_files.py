@@ -41,6 +41,7 @@ import slimbayes as sb
 from slimbayes.data import archives
 from slimbayes.data.folders import decode
 from slimbayes.data.table_files import look
+from slimbayes.files import MARKER
 from slimbayes.lab.configs.init import config_text
 from slimbayes.lab.finished.predict_file import row_blocks
 from slimbayes.lab.runs.checkpoints import latest_checkpoint, save_checkpoint
@@ -195,13 +196,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.exit_code == 0, done.output
     (root / "new.csv").write_text("a,b,c\n1,2,3\n")
     # What commands import is no part of what they take.
-    for words in (("report", root / "run", "-o", root / "p.html"), predict(root)):
+    for words in (
+        ("report", root / "run", "-o", root / "p.html", "--force"),
+        predict(root),
+    ):
         assert call(*words).exit_code == 0
     return root
 
 
 def predict(root: Path, run: Path | None = None) -> tuple[Any, ...]:
-    words = ("-o", root / "p.csv", "--accelerator", "cpu")
+    words = ("-o", root / "p.csv", "--force", "--accelerator", "cpu")
     return ("predict", run or root / "run", root / "new.csv", *words)
 
 
@@ -248,11 +252,11 @@ def test_a_file_of_a_run_that_is_no_file(
 def test_the_lock_of_a_run_that_is_no_file(
     kind: str, finished: Path, tmp_path: Path
 ) -> None:
-    put(kind, tmp_path / ".lock")
+    put(kind, tmp_path / MARKER)
     config = finished / "run" / "config.yaml"
     done = call("fit", config, "--out", tmp_path)
     assert done.exit_code == 1
-    assert "cannot be written to: it is a" in " ".join(done.output.split())
+    assert "is in the way: " in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize(
