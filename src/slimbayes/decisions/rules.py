@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.errors import SlimbayesWarning
-from slimbayes.prediction.averages import member_mean
+from slimbayes.prediction.averages import member_mean, over_draws
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.likelihoods import entropy
 
@@ -124,7 +124,9 @@ def _tempered(prediction: Prediction, temperature: float) -> Prediction:
     logs = (draws / temperature).log_softmax(-1)
 
     def mean_entropy(of: Tensor) -> Tensor:
-        each = entropy(of).unflatten(0, (-1, len(prediction.by_member))).mean(0)
+        each = over_draws(
+            entropy(of), len(prediction.by_member), lambda draws: draws.mean(0)
+        )
         return member_mean(each, prediction.weights)
 
     aleatoric = mean_entropy(logs)

@@ -7,7 +7,7 @@ draws differ, and how far is it from the true one?
     label changes       rows that one draw labels otherwise than another
     k-hat               psis.py, from a few rows, whose log-likelihood stands for that of all data
 
-Sizes: S draws of each of K members, B rows.
+Sizes: S draws, K members, B rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slimbayes.train.elbo import dwarfed, kl
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
 _NEAR, _NOTHING = 0.1, 1e-3  # of the prior's scale
-_DRAWS, _TAIL_DRAWS = 8, 50
+_DRAWS, _TAIL_DRAWS = 8, 50  # of each member
 _ROWS = 512  # that a forward has at most, if one draw of each member has no more
 _FEW = 300  # elements beyond which a large k-hat is the rule
 
@@ -165,7 +165,7 @@ def _shares(model: nn.Module) -> tuple[int, float, float]:
 
 
 def _outputs(model: nn.Module, x: Tensor) -> Tensor:
-    """Outputs of some draws of every member, (S K, B, ...), a few at a time."""
+    """Outputs of some draws of every member, (S, B, ...), a few at a time."""
     return torch.cat([sample(model, x) for _ in range(_DRAWS)])
 
 
@@ -202,8 +202,8 @@ def _k_hat(
     if not elements:
         return None, "the density of its draws is not known"
     try:
-        chunk = max(1, _ROWS // (len(x) * members(model)))
-        found = k_hat(model, log_likelihood, draws=_TAIL_DRAWS, chunk=chunk)
+        draws, chunk = _TAIL_DRAWS * members(model), max(1, _ROWS // len(x))
+        found = k_hat(model, log_likelihood, draws, chunk)
     except TypeError:
         return None, "the density of some of its draws is not known"
     except ValueError as error:

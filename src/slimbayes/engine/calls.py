@@ -224,7 +224,7 @@ def run_sampled(
         )
     if split and rows % total:
         raise ValueError(
-            f"rows='split' hands rows out to {total} draws (members x draws) evenly, but the batch has {rows} rows. "
+            f"rows='split' hands rows out to {total} draws evenly, but the batch has {rows} rows. "
             f"Use a multiple of {total}, or call model(x), which takes any number."
         )
     rows = rows // total if split else rows
@@ -310,7 +310,13 @@ def run_draws(
     return stack_draws(parts)
 
 
-def total_draws(posteriors: Sequence[Any], draws: int) -> int:
+def count_members(posteriors: Sequence[Any]) -> int:
+    """K, the number of members of a model with these posteriors."""
     return plan_once(
         posteriors, "members", lambda: math.lcm(*(p.members for p in posteriors))
-    ) * int(draws)
+    )
+
+
+def count_draws(posteriors: Sequence[Any], draws: int | None) -> int:
+    """S, the number of draws that a caller asked for: by default one for each member."""
+    return count_members(posteriors) if draws is None else int(draws)

@@ -27,6 +27,7 @@ from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.sharing import evaluating
 from slimbayes.posteriors.joint_normal import JointNormalPosterior
 from slimbayes.posteriors.joint_weights import Watched
+from slimbayes.prediction.averages import draw_counts
 from slimbayes.prediction.batches import batches_of, rows_of
 from slimbayes.prediction.checks import check_draws, check_noise_rule
 from slimbayes.prediction.predict import find_output
@@ -177,8 +178,8 @@ def predict_linearised(
 
     Args:
         model, x, likelihood, scale, output, inputs: as in `predict`; batches of x must hold rows along one dimension.
-        draws: from every member, of the linearised functions; each is one function for all rows. None for the closed
-            form.
+        draws: S, of the linearised functions; draw j is one function for all rows and belongs to member j mod K. None
+            for the closed form.
         seed: of the draws.
 
     Example:
@@ -193,30 +194,34 @@ def predict_linearised(
     check_noise_rule(model, likelihood)
     check_finite(model)
     joints, number, parts = joints_of(model), seed_of(seed) if draws else 0, []
+    members = joints[0].members
+    counts = [1] * members if draws is None else draw_counts(int(draws), members)
     with evaluating(model):
         for args, kwargs in batches_of(model, x, None, inputs):
-            found = [
-                [
-                    _linear(rows, joints, k, draws, number)
+            outputs, spread = [], []
+            for k, count in enumerate(counts):
+                if count == 0:
+                    continue
+                every = None if draws is None else range(k, int(draws), members)
+                found = [
+                    _linear(rows, joints, k, every, number)
                     for rows in rows_at_means(model, args, kwargs, k, output)
                 ]
-                for k in range(joints[0].members)
-            ]
-            outputs, spread = (
-                torch.stack(
-                    [torch.cat([piece[i] for piece in member], i) for member in found]
-                )
-                for i in (0, 1)
+                outputs.append(torch.cat([piece[0] for piece in found]))
+                spread.append(torch.cat([piece[1] for piece in found], 1))
+            parts.append(
+                _prediction(outputs, spread, likelihood, scale, draws is not None)
             )
-            parts.append(_prediction(outputs, spread, likelihood, scale, draws))
     return Prediction.joined(parts)
 
 
 @torch.no_grad()
 def _linear(
-    rows: RowDerivatives, joints: list[Any], member: int, draws: int | None, seed: int
+    rows: RowDerivatives, joints: list[Any], member: int, draws: range | None, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Outputs (B, ...) at the means, and their variances (1, B, ...), or S deviations (S, B, ...)."""
+    """Outputs (B, ...) at the means, and their variances (1, B, ...), or deviations (S', B, ...) of draws with these
+    numbers.
+    """
     outputs = rows.outputs.detach()
     many = math.prod(outputs.shape[1:])
     if many > MOST_ROOTS:
@@ -228,13 +233,17 @@ def _linear(
     def noise_of(place: int, p: Any) -> Tensor | None:
         if draws is None:
             return None
-        source = torch.Generator().manual_seed(key(seed, "linearised", place, member))
-        return torch.randn(draws, p.size, generator=source, dtype=p.dtype).to(p.device)
+        lines = torch.empty(len(draws), p.size, dtype=p.dtype)
+        for line, j in zip(lines, draws, strict=True):
+            source = torch.Generator().manual_seed(key(seed, "linearised", place, j))
+            line.normal_(generator=source)
+        return lines.to(p.device)
 
     noise = [noise_of(place, p) for place, p in enumerate(joints)]
     roots = [p.times_root(member) for p in joints]
+    count = 1 if draws is None else len(draws)
     spread = torch.zeros(
-        draws or 1, *outputs.shape, dtype=outputs.dtype, device=outputs.device
+        count, *outputs.shape, dtype=outputs.dtype, device=outputs.device
     )
     flat = spread.view(len(spread), len(outputs), -1)
     for c in range(many):
@@ -249,18 +258,22 @@ def _linear(
 
 
 def _prediction(
-    outputs: Tensor,
-    spread: Tensor,
+    at_means: list[Tensor],
+    spread: list[Tensor],
     likelihood: LikelihoodName,
     scale: float | Tensor,
-    draws: int | None,
+    drawn: bool,
 ) -> Prediction:
-    """Of outputs (K, N, ...), and variances (K, 1, N, ...) or deviations (K, S, N, ...)."""
-    members, meaning = len(outputs), likelihood_named(likelihood)
-    if draws is not None:  # draw j belongs to member j mod K
-        drawn = (outputs.unsqueeze(1) + spread).transpose(0, 1).flatten(0, 1)
-        return Prediction.from_outputs(drawn, likelihood, members, scale)
-    variance = spread.squeeze(1)
+    """Of each member's outputs (N, ...), and their variance (1, N, ...) or its draws' deviations (S', N, ...)."""
+    members, meaning = len(at_means), likelihood_named(likelihood)
+    if drawn:
+        total = sum(map(len, spread))
+        draws = [
+            at_means[j % members] + spread[j % members][j // members]
+            for j in range(total)
+        ]
+        return Prediction.from_outputs(torch.stack(draws), likelihood, members, scale)
+    outputs, variance = torch.stack(at_means), torch.cat(spread)
     if meaning.discrete:
         probit = outputs / (1 + math.pi / 8 * variance).sqrt()
         found = Prediction.from_outputs(probit, likelihood, members, scale)

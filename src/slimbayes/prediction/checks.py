@@ -33,8 +33,12 @@ _ANYWAY = "predict(..., allow_nonfinite=True) predicts anyway"
 def check_draws(
     what: str, draws: Any, fold: Any = "auto", also: tuple[Any, ...] = ()
 ) -> None:
-    """Refuse numbers of draws that are none, nor among what is taken `also`, and unknown ways to run them."""
-    if draws not in also and (not isinstance(draws, Integral) or draws < 1):
+    """Raise if `draws` is neither None, nor a positive integer, nor among what is taken `also`; and for an unknown
+    `fold`.
+    """
+    if draws is None or draws in also:
+        pass
+    elif not isinstance(draws, Integral) or draws < 1:
         told = "".join(f", or {other!r}" for other in also)
         raise ValueError(
             f"{what} needs at least one draw, a whole number{told}, got draws={draws!r}."

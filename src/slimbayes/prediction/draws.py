@@ -66,7 +66,7 @@ class Draws:
     def outputs(
         self, args: Any, kwargs: Any, draws: int, start: int = 0
     ) -> Iterator[Any]:
-        """Outputs (S', N, ...) of the draws of each member from `start` on, so many at a time as fit; names inputs that
+        """Outputs (S', N, ...) of so many draws from number `start` on, so many at a time as fit; names inputs that
         do not fit the model.
         """
         try:
@@ -145,20 +145,17 @@ class Draws:
             )
 
     def _numbered(self, first: int, draws: int) -> Pass:
-        """The pass of so many draws of each member; the latest is kept for the next batch."""
-        at, total = first * self.members, draws * self.members
-        if self.latest is None or self.latest[0] != at or self.latest[1].total != total:
+        """The pass of so many draws from number `first` on; the latest is kept for the next batch."""
+        known = self.latest
+        if known is None or known[0] != first or known[1].total != draws:
             self.latest = None  # never two of them at once
-            self.latest = (
-                at,
-                noise.draw_numbered(
-                    self.posteriors, Pass(total, 1, rowwise=False), self.seed, at
-                ),
-            )
-        return self.latest[1]
+            new = Pass(draws, 1, first % self.members, rowwise=False)
+            noise.draw_numbered(self.posteriors, new, self.seed, first)
+            self.latest = known = first, new
+        return known[1]
 
     def _at_once(self, inputs: Any) -> int:
-        """How many draws of each member one forward takes."""
+        """How many draws one forward takes: whole turns of all members, unless so many do not fit."""
         arrays = [padded(leaf) for leaf in arrays_of(inputs)]
         rows = max((a.shape[0] for a in arrays if a.dim()), default=1) or 1
         numbers = max((a.numel() for a in arrays), default=1)
@@ -167,10 +164,9 @@ class Draws:
             if self.chunk is None
             else self.chunk
         )
-        floats = sum(p.widths(False)[0] for p in self.posteriors) * self.members
-        return max(
-            1, min(wanted // (rows * self.members), _MOST_NOISE // max(floats, 1))
-        )
+        floats = sum(p.widths(False)[0] for p in self.posteriors)
+        most = max(1, min(wanted // rows, _MOST_NOISE // max(floats, 1)))
+        return most // self.members * self.members or most
 
     def _distinct(
         self, args: Any, kwargs: Any, start: int, draws: int, at_once: int
@@ -283,10 +279,11 @@ class Networks(Draws):
             yield from super()._outputs(args, kwargs, draws, start)
             return
         at_once, parts = self._at_once((args, kwargs)), []
-        for some in self.combined.split(
-            at_once
-        ):  # each combination for every member in turn
-            new, at = Pass(len(some) * self.members, 1, rowwise=False), 0
+        # Network i is a combination for member i mod K.
+        for number in torch.arange(self.predicted_members).split(at_once):
+            some = self.combined[number // self.members]
+            first, at = int(number[0]) % self.members, 0
+            new = Pass(len(some), 1, first, rowwise=False)
             for p in self.posteriors:
                 support = self.support[p.key]
                 picked = some[:, at : at + support.picks].to(p.device)
@@ -296,12 +293,7 @@ class Networks(Draws):
                     .transpose(1, 2)
                     .flatten(1)
                 )
-                new.put(
-                    p.key,
-                    Noise(
-                        block.repeat_interleave(self.members, 0), block.new_empty(0, 0)
-                    ),
-                )
+                new.put(p.key, Noise(block, block.new_empty(0, 0)))
             parts.append(self._run(args, kwargs, new, 0))
         yield _joined(parts)
 

@@ -62,7 +62,7 @@ def export(
     model: nn.Module,
     example: Tensor | tuple[Tensor, ...],
     path: str | Path,
-    draws: int = 1,
+    draws: int | None = None,
     members: Sequence[int] | None = None,
     noise: Literal["fixed", "input"] = "fixed",
     likelihood: LikelihoodName | None = None,
@@ -78,8 +78,8 @@ def export(
         example: what the model takes, a tensor or several, of two rows at least.
         path: ends in .onnx (onnx and onnxscript are needed: the `export` extra) or .pt2. Open a .pt2 only if you know
             who wrote it: torch may unpickle parts of it.
-        draws: draws from every member.
-        members: numbers of the members to keep; by default all. Each draw is then a part of the graph of its own.
+        draws: S, the number of draws; by default K, one from each member.
+        members: numbers of the members to keep; by default all. Draws of others are left out. Each draw is then a part of the graph of its own.
         noise: "fixed" writes the draws of `seed` into the file, so that it computes what `predict(model, x, draws,
             seed=seed)` does; with "input" the graph takes their standard normals (S, W) as a last input.
         likelihood: what outputs mean, as in `predict`: the graph then gives mean (class probabilities), aleatoric and
@@ -169,7 +169,7 @@ class Graph(nn.Module):
         self,
         model: nn.Module,
         args: tuple[Tensor, ...],
-        draws: int,
+        draws: int | None,
         members: Sequence[int] | None,
         seed: Seed,
         likelihood: LikelihoodName | None,
@@ -185,7 +185,7 @@ class Graph(nn.Module):
             class_dim,
         )
         self.posteriors, self.members = converted_posteriors(model), members_of(model)
-        self.total = self.members * draws
+        self.total = self.members if draws is None else int(draws)
         self.kept = _kept(members, self.members, self.total)
         weights = member_weights(model)
         chosen = sorted({j % self.members for j in self.kept})
@@ -271,7 +271,12 @@ def _kept(members: Sequence[int] | None, count: int, total: int) -> list[int]:
             )
     if members is not None and not members:
         raise ValueError("members is empty: at least one member must be kept.")
-    return [j for j in range(total) if members is None or j % count in members]
+    kept = [j for j in range(total) if members is None or j % count in members]
+    if not kept:
+        raise ValueError(
+            f"None of the {total} draws belongs to members {list(members or ())}: draw j belongs to member j mod {count}."
+        )
+    return kept
 
 
 def _write(

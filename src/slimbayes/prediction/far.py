@@ -40,10 +40,10 @@ from slimbayes.errors import SlimbayesWarning, did_you_mean
 from slimbayes.prediction.averages import unsqueeze_like
 from slimbayes.prediction.batches import call_batch
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.prediction.sample import frozen, sample
+from slimbayes.prediction.sample import frozen, members, sample
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
-_DRAWS = 2  # of each member: the same functions every time
+_TURNS = 2  # draws of each member: the same functions every time
 
 
 def features_of(model: nn.Module, args: Any, kwargs: Any, at: str | None) -> Tensor:
@@ -85,7 +85,7 @@ def _seen(
         if not passes.posteriors_of(model):
             model(*args, **kwargs)
         else:
-            stack.enter_context(frozen(model, _DRAWS, seed=0))
+            stack.enter_context(frozen(model, _TURNS * members(model), seed=0))
             sample(model, *args, fold=False, **kwargs)
     return found
 
@@ -223,7 +223,7 @@ class Far(nn.Module):
         assert prediction.noise is not None  # kept with the samples
         return replace(
             prediction,
-            count=prediction.count // k * (k + 1),
+            count=prediction.count + prediction.count // k,
             by_member=torch.cat(
                 [prediction.by_member, mean.expand(1, *prediction.by_member.shape[1:])]
             ),
@@ -362,10 +362,11 @@ def _norms(model: nn.Module) -> Any:
 
 def _with_member(values: Tensor, known: Tensor, members: int) -> Tensor:
     """Draws (S, N, ...), draw j of member j mod K, with one more member that always says the same."""
-    each = values.unflatten(0, (-1, members))
-    return torch.cat([each, known.expand(len(each), 1, *each.shape[2:])], 1).flatten(
-        0, 1
-    )
+    further = known.expand(1, *values.shape[1:])
+    parts = []
+    for turn in values.split(members):
+        parts += [turn, further] if len(turn) == members else [turn]
+    return torch.cat(parts)
 
 
 def _kernel(a: Tensor, b: Tensor) -> Tensor:

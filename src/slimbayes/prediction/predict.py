@@ -35,7 +35,7 @@ MOST_DRAWS = 1_000_000  # an average of more says nothing new, and would take fo
 def predict(
     model: nn.Module,
     x: Any,
-    draws: int | Literal["exact"] = 1,
+    draws: int | Literal["exact"] | None = None,
     chunk: int | None = None,
     likelihood: LikelihoodName = "categorical",
     scale: float | Tensor = 0.0,
@@ -50,19 +50,21 @@ def predict(
     far: Far | None = None,
     progress: bool = False,
 ) -> Prediction:
-    """Predict with uncertainty from S = members x draws draws, in eval mode and without gradients.
+    """Predict with uncertainty from S draws, in eval mode and without gradients.
 
     A function of model, inputs and seed. Each draw is one function, the same for all rows of all batches, so the draws
     of a prediction are joint over its rows; a row by itself is predicted as with draws of its own. Draw j depends on
-    the seed and on j alone, not on `chunk`, the size or order of batches, or how many draws there are. (What a model
-    draws by itself, past its posteriors, follows from the seed but differs with the shape of a batch.)
+    the seed and on j alone, not on `chunk`, the size or order of batches, or how many draws there are; it belongs to
+    member j mod K. Every average is the plain mean over these S draws. (What a model draws by itself, past its
+    posteriors, follows from the seed but differs with the shape of a batch.)
 
     Args:
         model: a converted model, or a part of one. Its training flags are restored afterwards; several threads may
             predict with it.
         x: a tensor or numpy array, a dict or tuple the model takes, a Dataset, or an iterable of batches (a
             DataLoader). Of batches (input, target) the targets are ignored.
-        draws: draws from every member. "exact" runs every network that a model can be instead, once, and weighs each by
+        draws: S, the number of draws; by default K, one from each member. Where it is no multiple of K, some members
+            have one draw more than others, and count so much more. "exact" runs every network that a model can be instead, once, and weighs each by
             its probability, as if there were infinitely many draws: for picks of few components (EMP with one to five
             layers of five); each network is then a member of the Prediction, with a weight. More than 4,096 networks,
             or draws that cannot be counted, are refused.
@@ -95,7 +97,7 @@ def predict(
     Example:
         >>> import slimbayes as sb
         >>> net = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2))
-        >>> pred = predict(net, torch.randn(7, 4), draws=8)
+        >>> pred = predict(net, torch.randn(7, 4), draws=16)
         >>> pred.probs.shape, pred.samples.shape
         (torch.Size([7, 3]), torch.Size([16, 7, 3]))
     """
@@ -112,13 +114,9 @@ def predict(
         raise ValueError(
             "The model has parameters on the meta device, which have no numbers: load its weights first."
         )
-    if draws != "exact" and draws > MOST_DRAWS:
+    if isinstance(draws, Integral) and draws > MOST_DRAWS:
         raise ValueError(
-            f"predict takes at most {MOST_DRAWS:,} draws of each member, got draws={draws!r}."
-        )
-    if chunk is not None and chunk < members(model):
-        raise ValueError(
-            f"predict runs one draw of every member at once: chunk must be at least {members(model)}, got {chunk!r}."
+            f"predict takes at most {MOST_DRAWS:,} draws, got draws={draws!r}."
         )
     checks.check_noise_rule(model, likelihood)
     if far is not None:
@@ -126,7 +124,8 @@ def predict(
     if not allow_nonfinite:
         check_finite(model)
     source = (Networks if draws == "exact" else Draws)(model, chunk, share, fold, seed)
-    number, bar = 1 if draws == "exact" else int(draws), Progress(x, progress)
+    number = members(model) if draws is None or draws == "exact" else int(draws)
+    bar = Progress(x, progress)
     parts: list[Prediction] = []
     with evaluating(model):
         for args, kwargs in batches_of(model, x, chunk, inputs, allow_nonfinite):

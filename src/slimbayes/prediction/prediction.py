@@ -2,8 +2,8 @@
 
 Probabilities are averaged, never logits, but they are kept as logarithms: a probability of e^-200 is zero in float32,
 and so is 1 - p at a logit of 17. For classes the total uncertainty is an entropy, for real targets a variance; it is
-the sum of an aleatoric and an epistemic part. Members count equally unless they have weights, say from `stack`; a
-member's draws always share its weight equally.
+the sum of an aleatoric and an epistemic part. Every average is the plain mean over the S draws that ran, unless members
+have weights, say from `stack`: then each draw counts as much as its member weighs.
 
 Sizes: S draws, K members, N rows, C classes.
 """
@@ -39,7 +39,8 @@ class Prediction(Views):
         by_draw: the same of every draw (S, N, ...), unless predict was asked not to keep them.
         noise: noise variance of every draw (S, N, ...), for real targets.
         weights: share (K,) of each member in every average here, or (K, N) where it differs between rows; None means
-            equal ones.
+            equal ones. Where S is no multiple of K some members have one draw more, and with it a larger share. With
+            fewer draws than members, K counts only those that had one.
         distance: how far each row is from the training rows (N,), from 0 to 1, if `predict` was given `far`.
 
     Example:
@@ -188,10 +189,8 @@ class Prediction(Views):
         if self.discrete:
             target = self.check_target(target)
             return averages.log_at(self.by_member, target)
-        logp = self.draw_log_prob(target).unflatten(
-            0, (-1, len(self.by_member))
-        )  # draw j belongs to member j mod K
-        return averages.log_mean(logp)
+        logp = self.draw_log_prob(target)
+        return averages.over_draws(logp, len(self.by_member), averages.log_mean)
 
     def draw_log_prob(self, target: Tensor) -> Tensor:
         """Log probability, or density, of each target under every draw by itself: what stacking weighs.
@@ -250,7 +249,7 @@ class Prediction(Views):
 
     def with_logs(self, by_draw: Tensor, aleatoric: Tensor) -> "Prediction":
         """The same with other log-probabilities of every draw (S, N, ..., C), of which so much is aleatoric."""
-        by_member = averages.log_mean(by_draw.unflatten(0, (-1, len(self.by_member))))
+        by_member = averages.over_draws(by_draw, len(self.by_member), averages.log_mean)
         epistemic = averages.mutual_information(by_member, self.weights, aleatoric)
         return replace(
             self,

@@ -33,7 +33,7 @@ def members(model: nn.Module) -> int:
     >>> members(sb.bayesianize(nn.Linear(2, 2), sb.BatchEnsemble(members=3)))
     3
     """
-    return calls.total_draws(converted_posteriors(model), 1)
+    return calls.count_members(converted_posteriors(model))
 
 
 def converted_posteriors(model: nn.Module) -> list[Any]:
@@ -52,19 +52,19 @@ def device_of(model: nn.Module) -> torch.device:
 def sample(
     model: nn.Module,
     *args: Any,
-    draws: int = 1,
+    draws: int | None = None,
     rows: Literal["tile", "split"] = "tile",
     fold: Fold = "auto",
     seed: Seed = None,
     **kwargs: Any,
 ) -> Any:
-    """Run the model under S = members x draws draws from its posterior.
+    """Run the model under S draws from its posterior.
 
     Args:
         model: a converted model, or a part of one; its mode (train or eval) is left as it is.
         *args, **kwargs: what the model takes. What holds rows is found out on the first call and repeated for each
             draw.
-        draws: draws from every member.
+        draws: S, the number of draws; by default K, one from each member. It need not be a multiple of K.
         rows: "tile" lets every draw see every row; "split" hands the rows out, the first S-th of them to draw 0.
         fold: True runs all draws as one large batch, False one after another: the same draws, so the same outputs.
             "auto" folds where that was proven to be right for this kind of input, and says so once where it is not.
@@ -77,7 +77,7 @@ def sample(
     Example:
         >>> import slimbayes as sb
         >>> net = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2))
-        >>> sample(net, torch.randn(5, 4), draws=3).shape
+        >>> sample(net, torch.randn(5, 4), draws=6).shape
         torch.Size([6, 5, 3])
     """
     check_draws("sample", draws, fold)
@@ -96,10 +96,10 @@ def sample(
         with noise.own_noise(
             None if seed is None else noise.seed_of(seed), device_of(model)
         ):
-            every = (copy_containers((args, kwargs)) for _ in range(draws))
+            every = (copy_containers((args, kwargs)) for _ in range(draws or 1))
             return stack_draws([model(*own, **options) for own, options in every])
     held = calls.held_draws("sample", posteriors, seed)
-    total = calls.total_draws(posteriors, draws) if held is None else held.total
+    total = calls.count_draws(posteriors, draws) if held is None else held.total
     how = (
         total,
         fold,
@@ -117,8 +117,10 @@ def sample(
 
 
 @contextmanager
-def frozen(model: nn.Module, draws: int = 1, seed: Seed = None) -> Iterator[nn.Module]:
-    """Hold S = members x draws draws over every call inside the block: the same functions on every batch.
+def frozen(
+    model: nn.Module, draws: int | None = None, seed: Seed = None
+) -> Iterator[nn.Module]:
+    """Hold S draws over every call inside the block: the same functions on every batch. By default one for each member.
 
     Inside, `sample(model, x)` returns (S, B, ...) of the held draws, and a bare `model(x)` shares its rows out among
     them. Methods that draw afresh for every row hold one draw for all rows here. Equal seeds hold equal functions, the
@@ -141,7 +143,7 @@ def frozen(model: nn.Module, draws: int = 1, seed: Seed = None) -> Iterator[nn.M
         return
     if passes.pass_of(posteriors[0].key) is not None:
         raise ValueError("frozen cannot be nested: draws are already held.")
-    new = Pass(calls.total_draws(posteriors, draws), 1, held=True)
+    new = Pass(calls.count_draws(posteriors, draws), 1, held=True)
     noise.draw_numbered(posteriors, new, noise.seed_of(seed))
     with passes.holding(new):
         yield model
@@ -175,7 +177,7 @@ def mean(model: Model) -> Iterator[Model]:
 
 def central_pass(posteriors: Sequence[Any]) -> Pass:
     """A pass that holds one draw for each member, at its mean; refused where draws have none."""
-    new = Pass(calls.total_draws(posteriors, 1), 1, held=True)
+    new = Pass(calls.count_members(posteriors), 1, held=True)
     new.centred = True
     noise.draw_numbered(posteriors, new, 0)
     for posterior in posteriors:
@@ -193,7 +195,7 @@ def write_out(model: Model, draw: int = 0) -> Model:
     Example:
         >>> import slimbayes as sb
         >>> net, x = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2)), torch.randn(5, 4)
-        >>> with frozen(net, draws=3):
+        >>> with frozen(net, draws=6):
         ...     bool(torch.allclose(write_out(net, 4)(x), sample(net, x)[4], atol=1e-6))
         True
     """
@@ -260,7 +262,7 @@ def merge(model: Model, member: int | Literal["mean"] = 0) -> Model:
     posteriors = converted_posteriors(model)
     if not posteriors:
         return debayesianize(copy_modules(model))
-    total = calls.total_draws(posteriors, 1)
+    total = calls.count_members(posteriors)
     if member != "mean" and not (isinstance(member, int) and 0 <= member < total):
         raise ValueError(
             f'merge: member must be "mean" or a number from 0 to {total - 1}, got {member!r}.'

@@ -35,6 +35,14 @@ from slimbayes.report.record import Evaluation, Role
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
 
 
+def total_draws(network: nn.Module, each: int) -> int:
+    """How many draws to ask the library for, given those of each member.
+
+    Configs, commands and records of the laboratory count the draws of each member, the library counts them all.
+    """
+    return each * sb.members(network)
+
+
 def plain_network(
     experiment: Experiment, facts: Mapping[str, Any], data: str
 ) -> nn.Module:
@@ -246,9 +254,18 @@ class Predictor(NamedTuple):
         if list(draws) != [
             self._exact_draws
         ]:  # draws, among them the one of each epoch's scores
-            return predict_prefixes(
-                self.network, x, draws, self.likelihood, self.noise, seed, first, True
+            totals = {total_draws(self.network, n): n for n in draws}
+            made = predict_prefixes(
+                self.network,
+                x,
+                list(totals),
+                self.likelihood,
+                self.noise,
+                seed,
+                first,
+                True,
             )
+            return {totals[total]: prediction for total, prediction in made.items()}
         found = sb.predict(
             self.network,
             x,
