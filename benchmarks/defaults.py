@@ -171,11 +171,12 @@ def train(
 def _scores(net: nn.Module, task: Task, rows: Rows) -> dict[str, float]:
     """NLL and error (share of wrong labels, or RMSE) on rows as they are and shifted."""
     found: dict[str, float] = {}
+    members = sb.members(net)
     for prefix, x in (("", rows.x), ("shifted_", rows.shifted)):
         pred = sb.predict(
             net,
             x,
-            draws=max(1, DRAWS // sb.members(net)),
+            draws=max(1, DRAWS // members) * members,
             likelihood=task.likelihood,
             scale=1.0,
             seed=0,

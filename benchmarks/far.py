@@ -152,9 +152,10 @@ def scores(
     """NLL of test and far rows; AUROC of far and of other rows against test rows, by distance or by uncertainty."""
     x = {**{name: rows[0] for name, rows in parts.items()}, "other": other}
     names = ("test", "far", "other")
+    draws = 8 * sb.members(net)
     pred = {
         n: sb.predict(
-            net, x[n], draws=8, likelihood=likelihood, scale=1.0, seed=0, far=near
+            net, x[n], draws=draws, likelihood=likelihood, scale=1.0, seed=0, far=near
         )
         for n in names
     }

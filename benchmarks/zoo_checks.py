@@ -38,7 +38,7 @@ class Method:
 
     neutral: Callable[[nn.Module], sb.Config]
     usual: Callable[[nn.Module], sb.Config]
-    draws: int = 2
+    draws: int = 2  # of each member
     may_rest: bool = False  # components that no draw picked get no gradient
     may_be_zero: bool = False  # members that start afresh may start with gains of zero
     close: float = CLOSE  # for zero noise
@@ -244,7 +244,8 @@ def _sampled(
     net: nn.Module, inputs: Inputs, draws: int, **options: Any
 ) -> list[Tensor]:
     torch.manual_seed(2)
-    return _leaves(sb.sample(net, *inputs[0], draws=draws, **options, **inputs[1]))
+    total = draws * sb.members(net)
+    return _leaves(sb.sample(net, *inputs[0], draws=total, **options, **inputs[1]))
 
 
 def _check_neutral(plain: Plain, net: nn.Module, method: Method) -> None:
