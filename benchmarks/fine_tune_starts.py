@@ -107,7 +107,10 @@ def case(task: str, seed: int, folder: Path) -> Case:
 
 
 def _classes_scored(tests: list[Rows], net: nn.Module, draws: int) -> list[float]:
-    found = [sb.predict(net, x, draws * sb.members(net), seed=0).log_prob(y) for x, y in tests]
+    found = [
+        sb.predict(net, x, draws * sb.members(net), seed=0).log_prob(y)
+        for x, y in tests
+    ]
     return [-float(one.mean()) for one in found]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import slimbayes as sb
 import slimbayes.layers
 import slimbayes.metrics as sm
-from slimbayes.decisions import Temperature
+from slimbayes.decisions import TemperatureScaling
 from slimbayes.distributions.kl import kl as kl_of
 from slimbayes.lab.papers.table import averages
 from slimbayes.lab.runs.scores import class_scores
@@ -187,7 +187,7 @@ def test_predictions_join_along_rows() -> None:
         sb.Prediction.joined([])
 
 
-# Temperature ----------------------------------------------------------------------------------------------------------
+# TemperatureScaling ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -210,11 +210,11 @@ def test_temperature_of_very_sure_predictions(scale: float, likelihood: str) -> 
     pred = predicted(outputs, likelihood)
     if exact > 100:
         with pytest.warns(sb.SlimbayesWarning, match="so 100 was taken"):
-            assert Temperature.fit(pred, target).temperature == pytest.approx(
+            assert TemperatureScaling.fit(pred, target).temperature == pytest.approx(
                 100.0, rel=1e-3
             )
     else:
-        found = Temperature.fit(pred, target)
+        found = TemperatureScaling.fit(pred, target)
         assert found.temperature == pytest.approx(exact, rel=1e-3)
         scaled = found(pred).probs
         sure = scaled if likelihood == "bernoulli" else scaled[..., 1]

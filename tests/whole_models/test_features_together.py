@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes import diagnostics as dg
-from slimbayes.decisions import Abstention, Temperature
+from slimbayes.decisions import Abstention, TemperatureScaling
 from slimbayes.distributions.families import Normal
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.heteroscedastic import noise_scale, noise_slope
@@ -224,7 +224,7 @@ def test_temperature_one_leaves_far_predictions_alone() -> None:
     x = torch.randn(50, 4)
     p = sb.predict(net, 5 * x, far=sb.far(net, [(x, x)]), seed=0)
     torch.testing.assert_close(
-        Temperature(1.0)(p).epistemic, p.epistemic, rtol=1e-4, atol=1e-5
+        TemperatureScaling(1.0)(p).epistemic, p.epistemic, rtol=1e-4, atol=1e-5
     )
 
 
@@ -234,7 +234,7 @@ def test_decisions_refuse_nan_targets() -> None:
         torch.full((300,), torch.nan),
     )
     with pytest.raises(ValueError):
-        Temperature.fit(p, y)
+        TemperatureScaling.fit(p, y)
     with pytest.raises(ValueError):
         Abstention.fit(p, y, tolerance=1.0)
 

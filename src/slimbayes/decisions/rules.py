@@ -1,5 +1,5 @@
-"""Two numbers fitted to held-out rows: Temperature, how much surer or less sure all draws should be, and Abstention,
-from which score on to answer, so that at most a given share of the answers is wrong.
+"""Two numbers fitted to held-out rows: TemperatureScaling, how much surer or less sure all draws should be, and
+Abstention, from which score on to answer, so that at most a given share of the answers is wrong.
 
 Classes: each draw's logits are divided by T, then the draws are averaged. Real targets: noise and spread of the draws
 around their mean are multiplied by T, so the mean stays and the standard deviation is T times as large. T minimises the
@@ -32,7 +32,7 @@ _LOWEST, _HIGHEST = 1e-2, 1e2
 
 
 @dataclass(frozen=True)
-class Temperature:
+class TemperatureScaling:
     """Predictions at another temperature; above 1 they are less sure.
 
     Attributes:
@@ -40,7 +40,7 @@ class Temperature:
 
     Example:
         >>> p = Prediction.from_outputs(torch.tensor([[[4.0, 0.0]] * 4]))
-        >>> scaled = Temperature.fit(p, torch.tensor([0, 0, 0, 1]))(p)  # 98 % sure, 75 % right
+        >>> scaled = TemperatureScaling.fit(p, torch.tensor([0, 0, 0, 1]))(p)  # 98 % sure, 75 % right
         >>> scaled.probs[0]
         tensor([0.7500, 0.2500])
     """
@@ -54,7 +54,7 @@ class Temperature:
             )
 
     @classmethod
-    def fit(cls, prediction: Prediction, target: Tensor) -> "Temperature":
+    def fit(cls, prediction: Prediction, target: Tensor) -> "TemperatureScaling":
         """The temperature between 0.01 and 100 at which held-out targets are most probable; a warning tells if that is
         one of the two.
 
