@@ -176,7 +176,7 @@ def test_neutral_factors_without_noise_give_the_plain_output(
     )
     if ANSWERS[method].exact and not case.written_out:
         alone = main_output(
-            sb.sample(model, x, fold=False)
+            sb.sample(model, x, parallel=False)
         )  # one draw at a time: the weight times exactly one
         assert torch.equal(alone, expected.expand_as(alone))
 

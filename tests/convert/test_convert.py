@@ -305,8 +305,10 @@ def test_split_rows_go_to_their_members() -> None:
     )
     every = sb.sample(model, x)
     wanted = torch.stack([every[k, 2 * k : 2 * k + 2] for k in range(4)])
-    for fold in ("auto", False):
-        torch.testing.assert_close(sb.sample(model, x, rows="split", fold=fold), wanted)
+    for parallel in ("auto", False):
+        torch.testing.assert_close(
+            sb.sample(model, x, rows="split", parallel=parallel), wanted
+        )
 
 
 class Mixer(nn.Module):
@@ -334,9 +336,9 @@ def test_an_input_without_recognisable_rows_names_layer_shape_and_remedy_and_run
         model(x)
     with pytest.raises(
         ValueError,
-        match=r"fold=True: the draws of this model cannot share a forward: inner: ",
+        match=r"parallel=True: the draws of this model cannot share a forward: inner: ",
     ):
-        sb.sample(model, x, draws=3, fold=True)
+        sb.sample(model, x, draws=3, parallel=True)
     with sb.frozen(model, draws=3):
         y = sb.sample(model, x)
         assert len(y.flatten(1).unique(dim=0)) == 3
@@ -368,7 +370,7 @@ def test_rows_inside_a_sequence_first_part_are_found() -> None:
         )
         with sb.frozen(other):
             for j, drawn in enumerate(
-                sb.sample(other, x, fold=True)
+                sb.sample(other, x, parallel=True)
             ):  # a draw keeps to its rows at every step
                 torch.testing.assert_close(drawn, sb.write_out(other, j)(x))
         assert not torch.allclose(y[:, 0], y[:, 1], atol=1e-3)  # each row its own draw
@@ -646,7 +648,7 @@ def test_parts_whose_weights_cannot_be_drawn_stay_and_the_summary_says_why() -> 
     text = str(sb.summary(model))
     assert "TorchScript" in text and "complex" in text
     folded = sb.sample(model, x, seed=1)
-    torch.testing.assert_close(folded, sb.sample(model, x, seed=1, fold=False))
+    torch.testing.assert_close(folded, sb.sample(model, x, seed=1, parallel=False))
     with pytest.raises(ValueError, match="complex"):
         sb.bayesianize(Halves(), sb.Rank1(members=2), strict=True)
 

@@ -324,7 +324,7 @@ def test_a_model_that_has_run_goes_on_after_its_posteriors_changed_class() -> No
     fresh = copy.deepcopy(net)
     torch.testing.assert_close(sb.kl(net), sb.kl(fresh))
     torch.testing.assert_close(
-        sb.sample(net, x, draws=2, fold=True, seed=1),
+        sb.sample(net, x, draws=2, parallel=True, seed=1),
         sb.sample(fresh, x, draws=2, seed=1),
     )
     assert all(

@@ -144,7 +144,7 @@ def test_threads_keep_bare_calls_and_samples_apart() -> None:
                 assert sb.sample(model, x, draws=2).shape == (4, 6, 3)
             else:
                 with sb.frozen(model, draws=2):
-                    close(sb.sample(model, x), sb.sample(model, x, fold=False))
+                    close(sb.sample(model, x), sb.sample(model, x, parallel=False))
 
     with torch.no_grad(), ThreadPoolExecutor(6) as pool:
         for done in [pool.submit(serve, i) for i in range(6)]:
@@ -221,7 +221,7 @@ def test_an_interrupt_inside_a_layer_leaves_nothing_open(
     calls: dict[str, Callable[[], Any]] = {
         "bare": lambda: model(x),
         "sample": lambda: sb.sample(model, x),
-        "loop": lambda: sb.sample(model, x, fold=False),
+        "loop": lambda: sb.sample(model, x, parallel=False),
         "predict": lambda: sb.predict(model, x),
     }
 
@@ -364,7 +364,7 @@ def test_checkpointing_gives_the_gradients_of_the_same_draws(
         calls: dict[str, Callable[[], Tensor]] = {
             "bare": lambda model=model: model(x),
             "sample": lambda model=model: sb.sample(model, x, draws=2),
-            "loop": lambda model=model: sb.sample(model, x, draws=2, fold=False),
+            "loop": lambda model=model: sb.sample(model, x, draws=2, parallel=False),
         }
         run = calls.get(call, calls["bare" if call == "frozen-bare" else "sample"])
 
@@ -880,7 +880,7 @@ def test_rows_that_feel_each_other_within_a_batch_fold_but_are_not_apart(
     assert layout.folds
     assert not layout.rowwise
     with torch.no_grad():
-        close(sb.sample(model, *args), sb.sample(model, *args, fold=False))
+        close(sb.sample(model, *args), sb.sample(model, *args, parallel=False))
         with pytest.raises(ValueError, match="told apart"):
             sb.sample(model, *args, rows="split")
         with sb.frozen(model):
@@ -902,8 +902,8 @@ def test_where_folding_is_wrong_draws_run_one_by_one_and_right(name: str) -> Non
                 strict=True,
             ):
                 close(one[j], other)
-    with pytest.raises(ValueError, match="fold=True"):
-        sb.sample(model, *args, fold=True)
+    with pytest.raises(ValueError, match="parallel=True"):
+        sb.sample(model, *args, parallel=True)
     with pytest.raises(ValueError, match="told apart"):
         sb.sample(model, *args, rows="split")
 
@@ -925,7 +925,7 @@ def test_rows_that_act_on_each_other_within_pairs_do_not_fold() -> None:
     assert not layout.rowwise
     assert "row" in layout.why
     with torch.no_grad():
-        close(sb.sample(model, *args), sb.sample(model, *args, fold=False))
+        close(sb.sample(model, *args), sb.sample(model, *args, parallel=False))
         with pytest.raises(ValueError, match="told apart"):
             sb.sample(model, *args, rows="split")
         out = model(*args)
@@ -956,7 +956,7 @@ def test_packed_sequences_fold(enforce: bool) -> None:
     assert layout.folds, layout.why
     assert layout.rowwise, layout.why
     with torch.no_grad():
-        close(sb.sample(model, packed), sb.sample(model, packed, fold=False))
+        close(sb.sample(model, packed), sb.sample(model, packed, parallel=False))
 
 
 class Counting(nn.Module):
@@ -989,7 +989,7 @@ def test_a_proof_leaves_no_trace(mode: bool, kind: str) -> None:
         model.norm = nn.Sequential(model.norm, Net(lambda m, x: x.view(6, 8)))
     model.train(mode)
     inputs = torch.randn(6, 4, requires_grad=True)
-    sb.sample(model, inputs.detach(), fold=False).sum().backward()
+    sb.sample(model, inputs.detach(), parallel=False).sum().backward()
     before = {
         n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
     }
@@ -1056,7 +1056,7 @@ def test_no_coincidence_of_sizes_changes_a_result(draws: int) -> None:
         )
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            expected = sb.sample(model, values, mask, fold=False)
+            expected = sb.sample(model, values, mask, parallel=False)
             close(sb.sample(model, values, mask), expected)
             fresh = copy.deepcopy(
                 model
@@ -1081,7 +1081,7 @@ def test_layouts_are_kept_and_found_again_after_surgery(
 
     def check(count: int) -> None:
         with torch.no_grad():
-            close(sb.sample(model, values), sb.sample(model, values, fold=False))
+            close(sb.sample(model, values), sb.sample(model, values, parallel=False))
             model(values)
             sb.sample(model, torch.randn(2, 4))
         assert len(proofs) == count
@@ -1096,7 +1096,7 @@ def test_layouts_are_kept_and_found_again_after_surgery(
     check(4)
     model[1] = Net(lambda m, h: h.cumsum(0))
     with torch.no_grad(), pytest.warns(UserWarning, match="draw by draw"):
-        close(sb.sample(model, values), sb.sample(model, values, fold=False))
+        close(sb.sample(model, values), sb.sample(model, values, parallel=False))
     assert len(proofs) == 5
     model[1] = nn.Tanh()
     model.eval()  # new parts would train
@@ -1275,7 +1275,7 @@ def test_tied_weights_have_one_posterior_one_kl_and_one_draw(method: str) -> Non
             plain = sb.write_out(model, j)
             assert plain.a.weight is plain.b.weight
             close(plain(values), out)
-        close(sb.sample(model, values, fold=False), outputs)
+        close(sb.sample(model, values, parallel=False), outputs)
 
 
 # Layers of types nobody knows -----------------------------------------------------------------------------------------
@@ -1324,7 +1324,7 @@ def test_an_unknown_layer_runs_its_own_forward_with_drawn_weights(
         )  # two draws may pick one component
         expected = torch.stack([p(values) for p in plain])
         close(held, expected)
-        close(sb.sample(model, values, fold=False), expected)
+        close(sb.sample(model, values, parallel=False), expected)
         close(sb.predict(model, values, likelihood="gaussian").samples, expected)
         blocks = block_of_row(rows, len(held))
         close(model(values), expected[blocks, torch.arange(rows)])
@@ -1459,7 +1459,7 @@ def test_modules_with_rowless_parts_are_not_shared_wrongly(draws: int) -> None:
         sb.predict(model, (values, table), draws=draws, share=False).samples,
     )
     close(
-        sb.predict(model, (values, table), draws=draws, fold=False).samples,
+        sb.predict(model, (values, table), draws=draws, parallel=False).samples,
         sb.predict(model, (values, table), draws=draws).samples,
     )
 
@@ -1477,7 +1477,7 @@ def test_held_masks_are_the_same_in_every_call(config: Any) -> None:
         first = sb.sample(model, values)
         for _ in range(3):
             close(sb.sample(model, values), first)
-        close(sb.sample(model, values, fold=False), first)
+        close(sb.sample(model, values, parallel=False), first)
     assert differ(first[0], first[1])
 
 
@@ -1597,7 +1597,7 @@ def test_an_input_of_one_row_stands_for_all(first: int) -> None:
         warnings.simplefilter("ignore")
         for rows in (first, 1, 6, 1):
             values, context = torch.randn(6, 4), torch.randn(rows, 4)
-            expected = sb.sample(model, values, context, fold=False)
+            expected = sb.sample(model, values, context, parallel=False)
             assert expected.shape == (3, 6, 3)
             close(sb.sample(model, values, context), expected)
             assert model(values, context).shape == (6, 3)
@@ -1762,7 +1762,7 @@ def test_a_layer_that_sees_pairs_of_rows(method: str) -> None:
         assert_draws(sb.sample(model, x), held(model, draws), (x,), {})
     with quietly():
         torch.manual_seed(1)
-        one_by_one = sb.sample(model, x, draws=draws, fold=False)
+        one_by_one = sb.sample(model, x, draws=draws, parallel=False)
         torch.manual_seed(1)
         close(sb.sample(model, x, draws=draws), one_by_one)
 
@@ -1784,7 +1784,7 @@ def test_a_layer_that_folds_wrongly_is_found_out_by_real_draws(
     ):
         folded = sb.sample(model, inputs)
     with torch.no_grad():
-        close(folded, sb.sample(model, inputs, fold=False))
+        close(folded, sb.sample(model, inputs, parallel=False))
 
 
 def test_rows_that_held_draws_cannot_share_evenly_lie_in_blocks() -> None:
@@ -2038,10 +2038,10 @@ def test_transposed_convolutions_of_a_given_output_size(config: Any) -> None:
     with sb.frozen(model, draws=2):
         expected = torch.stack([plain(x) for plain in held(model, 2)])
         close(sb.sample(model, x), expected)
-        close(sb.sample(model, x, fold=False), expected)
+        close(sb.sample(model, x, parallel=False), expected)
         one = torch.stack([plain(x[0]) for plain in held(model, 2)])
         close(
-            sb.sample(model, x[0], fold=False), one
+            sb.sample(model, x[0], parallel=False), one
         )  # an input without a dimension for rows
     assert expected.shape[-1] == 10
 
@@ -2067,7 +2067,7 @@ def test_a_model_that_goes_another_way_for_other_numbers_is_found_out_later() ->
         for _ in range(20):
             found = sb.sample(net, large, seed=0)
     assert sum("looked again" in str(warning.message) for warning in told) == 1
-    torch.testing.assert_close(found, sb.sample(net, large, seed=0, fold=False))
+    torch.testing.assert_close(found, sb.sample(net, large, seed=0, parallel=False))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         other = sb.bayesianize(Full().eval(), sb.Rank1(members=2))

@@ -283,7 +283,7 @@ def check(program: Program, method: str) -> list[str]:
             expected = torch.stack([plain(x) for plain in held(model, draws)])
             assert_equal(sb.sample(model, x), expected, "held draws")
         torch.manual_seed(1)
-        one_by_one = sb.sample(model, x, draws=draws, fold=False)
+        one_by_one = sb.sample(model, x, draws=draws, parallel=False)
         torch.manual_seed(1)
         assert_equal(sb.sample(model, x, draws=draws), one_by_one, "draws of one seed")
     assert all(torch.isfinite(t).all() for t in leaves(expected))

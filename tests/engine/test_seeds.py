@@ -97,8 +97,8 @@ def test_predict_is_a_function_of_model_inputs_and_seed(method: str) -> None:
     few = sb.predict(model, x, draws=2, seed=7, chunk=24)
     close(few.samples, whole.samples[: few.count])
     for option in (
-        {"fold": False, "keep_samples": False},
-        {"fold": True, "share": False},
+        {"parallel": False, "keep_samples": False},
+        {"parallel": True, "share": False},
     ):
         close(sb.predict(model, x, draws=6, seed=7, **option).mean, whole.mean)
     if method not in ("ensemble", "batch-ensemble"):
@@ -169,7 +169,7 @@ def test_sample_is_a_function_of_its_seed(method: str, training: bool) -> None:
     torch.manual_seed(99)
     close(sb.sample(model, x, draws=3, seed=6), first)
     if not training:
-        close(sb.sample(model, x, draws=3, seed=6, fold=False), first)
+        close(sb.sample(model, x, draws=3, seed=6, parallel=False), first)
     if method not in ("ensemble", "batch-ensemble"):
         assert not torch.allclose(sb.sample(model, x, draws=3, seed=7), first)
 
@@ -191,7 +191,7 @@ def test_what_a_model_draws_by_itself_follows_the_seed_too(method: Any) -> None:
         lambda seed: sb.predict(model, x, draws=3, seed=seed).samples,
         lambda seed: sb.predict(model, x, seed=seed).samples,
         lambda seed: sb.sample(model, x, draws=3, seed=seed).detach(),
-        lambda seed: sb.sample(model, x, fold=False, seed=seed).detach(),
+        lambda seed: sb.sample(model, x, parallel=False, seed=seed).detach(),
     ):
         first = run(1)
         torch.manual_seed(5)

@@ -486,5 +486,5 @@ def test_packed_sequences_ahead_of_draws_are_not_cut(inside: bool) -> None:
         Packed(inside), sb.BatchEnsemble(members=3), include="head"
     ).eval()
     inputs = torch.randn(6, 5, 4), torch.tensor([5, 3, 4, 2, 5, 1])
-    alone = sb.predict(net, inputs, seed=1, fold=False).probs
+    alone = sb.predict(net, inputs, seed=1, parallel=False).probs
     torch.testing.assert_close(sb.predict(net, inputs, seed=1).probs, alone)

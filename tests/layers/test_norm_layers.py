@@ -216,7 +216,7 @@ def test_folded_and_one_at_a_time_agree_in_eval_mode(case: str) -> None:
     ).eval()
     torch.testing.assert_close(
         sb.sample(layer, x, draws=2),
-        sb.sample(layer, x, draws=2, fold=False),
+        sb.sample(layer, x, draws=2, parallel=False),
         rtol=1e-5,
         atol=1e-5,
     )
@@ -1190,7 +1190,9 @@ def test_norms_are_known_by_what_they_do_whatever_their_scales_are_called() -> N
     }
     assert parts == dict.fromkeys(shapes, (2, 8))
     draws = sb.sample(net, x, draws=6, seed=1)
-    torch.testing.assert_close(draws, sb.sample(net, x, draws=6, seed=1, fold=False))
+    torch.testing.assert_close(
+        draws, sb.sample(net, x, draws=6, seed=1, parallel=False)
+    )
     assert float(draws.detach().std(0).max()) > 0.01
     with sb.frozen(net, draws=1, seed=2):
         torch.testing.assert_close(sb.write_out(net)(x), net(x))

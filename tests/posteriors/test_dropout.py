@@ -686,7 +686,11 @@ def test_an_input_of_one_row_is_dropped_anew_for_every_draw() -> None:
 
     net = sb.bayesianize(Position(), sb.MCDropout())
     assert (
-        len(sb.sample(net, torch.zeros(2, 50), draws=8, fold=False)[:, 0].unique(dim=0))
+        len(
+            sb.sample(net, torch.zeros(2, 50), draws=8, parallel=False)[:, 0].unique(
+                dim=0
+            )
+        )
         == 8
     )
     assert len(sb.sample(net, torch.zeros(2, 50), draws=8)[:, 0].unique(dim=0)) == 8

@@ -825,7 +825,7 @@ def test_model_assignment_is_an_explicit_ensemble() -> None:
     assert sb.members(net) == 3
     torch.testing.assert_close(sb.sample(net, x), alone)
     torch.testing.assert_close(sb.sample(net, x, draws=2), torch.cat([alone, alone]))
-    torch.testing.assert_close(sb.sample(net, x, fold=False), alone)
+    torch.testing.assert_close(sb.sample(net, x, parallel=False), alone)
     many = torch.randn(
         7, 3
     )  # rows of a bare call are shared out in blocks of 3, 2 and 2

@@ -114,18 +114,18 @@ def first(output: Any) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("draws", "fold", "network"), pairwise([1, 2], [True, False], NETWORKS)
+    ("draws", "parallel", "network"), pairwise([1, 2], [True, False], NETWORKS)
 )
 def test_member_k_is_the_kth_network_bit_for_bit(
-    network: str, fold: bool, draws: int
+    network: str, parallel: bool, draws: int
 ) -> None:
     build, shape = NETWORKS[network]
     net = ensemble_of(build, execution="loop").eval()
     x = torch.randn(shape)
     with torch.no_grad():
-        y = first(sb.sample(net, x, draws=draws, fold=fold))
+        y = first(sb.sample(net, x, draws=draws, parallel=parallel))
         alone = [
-            first(m(x.repeat(draws if fold else 1, *[1] * (x.dim() - 1))))[:7]
+            first(m(x.repeat(draws if parallel else 1, *[1] * (x.dim() - 1))))[:7]
             for m in nets_of(net)
         ]
     assert y.shape[:2] == (3 * draws, 7)
@@ -557,7 +557,7 @@ def test_sequence_first_networks_hold_their_rows_in_the_second_dimension(
     net = ensemble_of(build).eval()
     x = torch.randn(7, 3, 4)
     alone = [m(x) for m in nets_of(net)]
-    for run in (lambda: sb.sample(net, x), lambda: sb.sample(net, x, fold=False)):
+    for run in (lambda: sb.sample(net, x), lambda: sb.sample(net, x, parallel=False)):
         for ours, *theirs in zip(
             pytree.tree_leaves(run()), *map(pytree.tree_leaves, alone), strict=True
         ):
@@ -1028,7 +1028,7 @@ def test_a_row_sees_the_same_member_in_every_layer_whatever_its_method(
     alone = torch.stack(alone)
     torch.testing.assert_close(sb.sample(net, x), alone)
     torch.testing.assert_close(sb.sample(net, x, draws=2), torch.cat([alone, alone]))
-    torch.testing.assert_close(sb.sample(net, x, fold=False), alone)
+    torch.testing.assert_close(sb.sample(net, x, parallel=False), alone)
     seen = set()
     for _ in range(20):
         gap = (alone - net(x)).abs().amax(2)
@@ -1307,7 +1307,7 @@ def test_hooks_that_were_there_before_run_once_for_every_member(config: Any) -> 
     with torch.no_grad(), sb.frozen(net):
         wanted = torch.stack([sb.write_out(net, j)(x) for j in range(3)])
         torch.testing.assert_close(sb.sample(net, x), wanted)
-        torch.testing.assert_close(sb.sample(net, x, fold=False), wanted)
+        torch.testing.assert_close(sb.sample(net, x, parallel=False), wanted)
 
 
 def test_a_thread_finds_an_ensemble_while_another_runs_member_0() -> None:

@@ -420,7 +420,7 @@ def test_bare_call_gives_a_row_each_member_equally_often() -> None:
 def test_split_rows_and_single_runs_agree_with_the_tiled_batch(
     build: Callable[[], nn.Module], shape: Spatial
 ) -> None:
-    """F2: rows="split" is the block diagonal of the tiled batch; fold=False is the tiled batch, run draw by draw."""
+    """F2: rows="split" is the block diagonal of the tiled batch; parallel=False is the tiled batch, run draw by draw."""
     net = sb.bayesianize(
         build(), sb.BatchEnsemble(members=3, mean_init=sb.Normal(1.0, 0.7))
     )
@@ -434,7 +434,9 @@ def test_split_rows_and_single_runs_agree_with_the_tiled_batch(
         rtol=0,
         atol=1e-12,
     )
-    torch.testing.assert_close(sb.sample(net, x, fold=False), every, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        sb.sample(net, x, parallel=False), every, rtol=0, atol=1e-12
+    )
     with pytest.raises(ValueError, match="multiple of 3"):
         sb.sample(net, x[:5], rows="split")
 

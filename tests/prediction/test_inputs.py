@@ -200,7 +200,7 @@ def test_inputs_that_did_not_fit_say_nothing_about_others() -> None:
     for call in (sb.sample, sb.predict, lambda m, x: m(x)):
         with pytest.raises((ValueError, RuntimeError)):
             call(model, x[:, :3])
-    assert sb.sample(model, x, draws=2, fold=True).shape == (4, 6, 3)
+    assert sb.sample(model, x, draws=2, parallel=True).shape == (4, 6, 3)
 
 
 def test_other_errors_of_a_model_are_left_as_they_are() -> None:
@@ -569,7 +569,7 @@ def test_probabilities_that_are_rounded_and_a_loss_of_one_number_are_taken() -> 
         ({"likelihood": "gaussian", "output": 0}, "returns one tensor"),
         ({"class_dim": 0}, "class_dim=0"),
         ({"class_dim": 1}, "class_dim=1"),
-        ({"fold": None}, "fold must be"),
+        ({"parallel": None}, "parallel must be"),
         ({"draws": 2.0}, "at least one draw"),
         ({"chunk": 2.5}, "chunk=2.5"),
     ],
@@ -586,7 +586,7 @@ def test_predict_refuses_options_that_would_mean_something_else(
     ("options", "match"),
     [
         ({"rows": "spilt"}, "spilt"),
-        ({"fold": "yes"}, "fold must be"),
+        ({"parallel": "yes"}, "parallel must be"),
         ({"draws": 1.5}, "draws=1.5"),
     ],
 )

@@ -39,9 +39,11 @@ def test_the_padding_word_of_folded_draws_does_not_learn(config: Any) -> None:
     )
     words = torch.tensor([[1, 3, 5], [3, 3, 2]])
     gradients = []
-    for fold in (True, False):
+    for parallel in (True, False):
         net.zero_grad()
-        sb.sample(net, words, draws=8, seed=1, fold=fold).square().sum().backward()
+        sb.sample(
+            net, words, draws=8, seed=1, parallel=parallel
+        ).square().sum().backward()
         gradients.append(net[0].weight.grad)
     assert not gradients[0][3].any() and gradients[0][5].any()
     torch.testing.assert_close(*gradients)
@@ -211,14 +213,16 @@ def test_models_that_write_into_their_inputs(config: Any, mixes: bool) -> None:
         wanted = torch.stack(
             [sb.write_out(net, j)({"x": X.clone()}) for j in range(total)]
         )
-        for fold in (False, "auto"):
-            torch.testing.assert_close(sb.sample(net, given, fold=fold)[:total], wanted)
+        for parallel in (False, "auto"):
+            torch.testing.assert_close(
+                sb.sample(net, given, parallel=parallel)[:total], wanted
+            )
     for chunk in (
         None,
         6 * sb.members(net),
     ):  # all draws at once, and one of each member after the other
         probs = sb.predict(
-            net, {"batch": given}, draws=4, seed=0, chunk=chunk, fold=False
+            net, {"batch": given}, draws=4, seed=0, chunk=chunk, parallel=False
         ).samples
         torch.testing.assert_close(probs, wanted.softmax(-1).expand_as(probs))
     assert torch.equal(given["x"], X)
@@ -239,9 +243,9 @@ def test_draws_begin_with_the_same_cache() -> None:
             sb.write_out(net, j)(words[:, 3:], past_key_values=caches[j]).logits
             for j in range(3)
         ]
-        for fold in (False, "auto"):
+        for parallel in (False, "auto"):
             found = sb.sample(
-                net, words[:, 3:], past_key_values=cache, fold=fold
+                net, words[:, 3:], past_key_values=cache, parallel=parallel
             ).logits
             torch.testing.assert_close(found, torch.stack(wanted))
 
@@ -340,8 +344,8 @@ def test_methods_of_a_copied_part_are_those_of_its_members() -> None:
     sb.bayesianize(net.agent, sb.Ensemble(members=3))
     with sb.frozen(net):
         wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
-    for fold in ("auto", False):
-        torch.testing.assert_close(sb.sample(net, X, fold=fold), wanted)
+    for parallel in ("auto", False):
+        torch.testing.assert_close(sb.sample(net, X, parallel=parallel), wanted)
     assert wanted.std(0).min() > 0
 
 

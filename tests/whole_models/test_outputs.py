@@ -107,9 +107,9 @@ def test_models_that_collect_hidden_states_by_hooks_give_each_once(config: Any) 
             sb.write_out(net, j)(words, output_hidden_states=True).hidden_states
             for j in range(2)
         ]
-        for fold in ("auto", False, "auto"):
+        for parallel in ("auto", False, "auto"):
             found = sb.sample(
-                net, words, output_hidden_states=True, fold=fold
+                net, words, output_hidden_states=True, parallel=parallel
             ).hidden_states
             assert len(found) == len(plain[0]) == 3
             for layer, one in enumerate(found):
@@ -441,7 +441,7 @@ def test_what_calls_layers_after_the_draws_are_gone_is_told(
         UserWarning, match="What it returned calls them later, when each draws anew"
     ):
         sb.bayesianize(Lazy(how), config)(X)
-    for options in ({}, {"fold": False}):
+    for options in ({}, {"parallel": False}):
         with (
             pytest.warns(UserWarning, match="calls them later"),
             pytest.raises(ValueError, match="after the draws are"),
@@ -484,7 +484,7 @@ def test_numbers_and_words_that_draws_return_are_their_own() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "fold"),
+    ("config", "parallel"),
     each(
         [
             sb.MeanField(scale_init=0.3),
@@ -495,7 +495,7 @@ def test_numbers_and_words_that_draws_return_are_their_own() -> None:
     ),
 )
 def test_steps_with_a_cache_are_those_of_the_draws_that_filled_it(
-    config: Any, fold: Any
+    config: Any, parallel: Any
 ) -> None:
     transformers = pytest.importorskip("transformers")
     size = {
@@ -514,10 +514,10 @@ def test_steps_with_a_cache_are_those_of_the_draws_that_filled_it(
         wanted = [
             sb.write_out(net, j)(words, use_cache=False).logits[:, -1] for j in range(3)
         ]
-        cache = sb.sample(net, words[:, :4], fold=fold).past_key_values
+        cache = sb.sample(net, words[:, :4], parallel=parallel).past_key_values
         for step in (4, 5):
             found = sb.sample(
-                net, words[:, step : step + 1], past_key_values=cache, fold=fold
+                net, words[:, step : step + 1], past_key_values=cache, parallel=parallel
             )
             cache = found.past_key_values
         torch.testing.assert_close(found.logits[:, :, -1], torch.stack(wanted))
@@ -608,14 +608,16 @@ def test_gradients_divided_by_how_often_a_word_occurs_are_those_of_each_draw(
         torch.randint(0, 9, (6, 5)),
         [],
     )
-    for fold in (False, "auto"):
+    for parallel in (False, "auto"):
         net.zero_grad()
         with (
             pytest.warns(UserWarning, match="how often a word occurs")
-            if fold
+            if parallel
             else nullcontext()
         ):
-            sb.sample(net, words, draws=2, seed=1, fold=fold).square().sum().backward()
+            sb.sample(
+                net, words, draws=2, seed=1, parallel=parallel
+            ).square().sum().backward()
         gradients.append(net.table.weight.grad)
     net(words)  # rows share out the members, as before
     torch.testing.assert_close(*gradients)

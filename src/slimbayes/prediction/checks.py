@@ -31,10 +31,10 @@ _ANYWAY = "predict(..., allow_nonfinite=True) predicts anyway"
 
 
 def check_draws(
-    what: str, draws: Any, fold: Any = "auto", also: tuple[Any, ...] = ()
+    what: str, draws: Any, parallel: Any = "auto", also: tuple[Any, ...] = ()
 ) -> None:
     """Raise if `draws` is neither None, nor a positive integer, nor among what is taken `also`; and for an unknown
-    `fold`.
+    `parallel`.
     """
     if draws is None or draws in also:
         pass
@@ -43,8 +43,8 @@ def check_draws(
         raise ValueError(
             f"{what} needs at least one draw, a whole number{told}, got draws={draws!r}."
         )
-    if fold != "auto" and not isinstance(fold, bool):
-        raise ValueError(f'fold must be True, False or "auto", got {fold!r}.')
+    if parallel != "auto" and not isinstance(parallel, bool):
+        raise ValueError(f'parallel must be True, False or "auto", got {parallel!r}.')
 
 
 def check_inputs(model: nn.Module, inputs: tuple[Any, Any], before: int = 0) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.engine import calls, noise, passes
-from slimbayes.engine.calls import Fold
+from slimbayes.engine.calls import Parallel
 from slimbayes.engine.layout import arrays_of, padded, tree_map
 from slimbayes.engine.locate import layout_of
 from slimbayes.engine.noise import Seed
@@ -38,13 +38,23 @@ class Draws:
     """Runs calls of a model under draws that follow from a seed: draw j is one function for all rows of all calls.
 
     Args:
-        chunk, share, fold, seed: as in `predict`.
+        chunk, share, parallel, seed: as in `predict`.
     """
 
     def __init__(
-        self, model: nn.Module, chunk: int | None, share: bool, fold: Fold, seed: Seed
+        self,
+        model: nn.Module,
+        chunk: int | None,
+        share: bool,
+        parallel: Parallel,
+        seed: Seed,
     ) -> None:
-        self.model, self.chunk, self.share, self.fold = model, chunk, share, fold
+        self.model, self.chunk, self.share, self.parallel = (
+            model,
+            chunk,
+            share,
+            parallel,
+        )
         self.posteriors, self.members = converted_posteriors(model), members(model)
         self.predicted_members, self.weights = (
             self.members,
@@ -87,7 +97,7 @@ class Draws:
                 args,
                 kwargs,
                 self.held.total,
-                self.fold,
+                self.parallel,
                 self.held,
             )
             yield self._run_call(lambda: calls.run_sampled(*call))
@@ -101,7 +111,7 @@ class Draws:
         )
         # The user's own noise differs between draws that picked alike.
         if countable and (
-            self.fold is False
+            self.parallel is False
             or not layout_of(self.model, args, kwargs, self.posteriors).random
         ):
             yield from self._distinct(args, kwargs, start, draws, at_once)
@@ -122,7 +132,7 @@ class Draws:
         call, own = (self.model, self.posteriors, args, kwargs), self._model_seed(first)
         return self._run_call(
             lambda: calls.run_sampled(
-                *call, new.total, self.fold, new, share=self.share, seed=own
+                *call, new.total, self.parallel, new, share=self.share, seed=own
             )
         )
 
@@ -217,9 +227,14 @@ class Networks(Draws):
     """All M networks of a model as draws of one pass, each a member with a weight of its own."""
 
     def __init__(
-        self, model: nn.Module, chunk: int | None, share: bool, fold: Fold, seed: Seed
+        self,
+        model: nn.Module,
+        chunk: int | None,
+        share: bool,
+        parallel: Parallel,
+        seed: Seed,
     ) -> None:
-        super().__init__(model, chunk, share, fold, seed)
+        super().__init__(model, chunk, share, parallel, seed)
         if self.held is not None:
             raise ValueError(
                 'predict(draws="exact") inside `frozen`: held draws are all there are; call it outside.'

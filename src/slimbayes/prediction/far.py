@@ -86,7 +86,7 @@ def _seen(
             model(*args, **kwargs)
         else:
             stack.enter_context(frozen(model, _TURNS * members(model), seed=0))
-            sample(model, *args, fold=False, **kwargs)
+            sample(model, *args, parallel=False, **kwargs)
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.engine.calls import Fold
+from slimbayes.engine.calls import Parallel
 from slimbayes.engine.layout import arrays_of
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.sharing import evaluating
@@ -43,7 +43,7 @@ def predict(
     output: str | int | None = None,
     class_dim: int | None = None,
     share: bool = True,
-    fold: Fold = "auto",
+    parallel: Parallel = "auto",
     inputs: int | None = None,
     seed: Seed = None,
     allow_nonfinite: bool = False,
@@ -82,7 +82,7 @@ def predict(
             the Prediction.
         share: compute once what draws have in common: modules that run before any layer draws, and networks that
             several draws picked.
-        fold: as in `sample`.
+        parallel: as in `sample`.
         inputs: how many leading parts of a loader's batch the model takes; needed where a batch has more than (input,
             target).
         seed: a whole number or a torch.Generator; by default the next number of torch's own generator.
@@ -101,7 +101,7 @@ def predict(
         >>> pred.probs.shape, pred.samples.shape
         (torch.Size([7, 3]), torch.Size([16, 7, 3]))
     """
-    checks.check_draws("predict", draws, fold, also=("exact",))
+    checks.check_draws("predict", draws, parallel, also=("exact",))
     if chunk is not None and (not isinstance(chunk, Integral) or chunk < 1):
         raise ValueError(
             f"predict needs chunk >= 1, a whole number, got chunk={chunk!r}."
@@ -123,7 +123,9 @@ def predict(
         far.check(model)
     if not allow_nonfinite:
         check_finite(model)
-    source = (Networks if draws == "exact" else Draws)(model, chunk, share, fold, seed)
+    source = (Networks if draws == "exact" else Draws)(
+        model, chunk, share, parallel, seed
+    )
     number = members(model) if draws is None or draws == "exact" else int(draws)
     bar = Progress(x, progress)
     parts: list[Prediction] = []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from slimbayes.convert.bayesianize import conversions_of, debayesianize
 from slimbayes.engine import bare, calls, noise, passes
-from slimbayes.engine.calls import Fold
+from slimbayes.engine.calls import Parallel
 from slimbayes.engine.layout import arrays_of
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.objects import copy_containers, is_opaque, stack_draws
@@ -54,7 +54,7 @@ def sample(
     *args: Any,
     draws: int | None = None,
     rows: Literal["tile", "split"] = "tile",
-    fold: Fold = "auto",
+    parallel: Parallel = "auto",
     seed: Seed = None,
     **kwargs: Any,
 ) -> Any:
@@ -66,7 +66,7 @@ def sample(
             draw.
         draws: S, the number of draws; by default K, one from each member. It need not be a multiple of K.
         rows: "tile" lets every draw see every row; "split" hands the rows out, the first S-th of them to draw 0.
-        fold: True runs all draws as one large batch, False one after another: the same draws, so the same outputs.
+        parallel: True runs all draws as one large batch, False one after another: the same draws, so the same outputs.
             "auto" folds where that was proven to be right for this kind of input, and says so once where it is not.
         seed: a whole number or a torch.Generator from which everything random in the call follows; by default torch's
             own generators.
@@ -80,7 +80,7 @@ def sample(
         >>> sample(net, torch.randn(5, 4), draws=6).shape
         torch.Size([6, 5, 3])
     """
-    check_draws("sample", draws, fold)
+    check_draws("sample", draws, parallel)
     if rows not in ("tile", "split"):
         raise ValueError(f'rows must be "tile" or "split", got {rows!r}.')
     posteriors = converted_posteriors(model)
@@ -89,7 +89,7 @@ def sample(
             raise ValueError(
                 "sample found no tensor among the inputs, so it cannot tell the number of rows."
             )
-        fold = (
+        parallel = (
             False  # what an object of somebody's holds cannot be repeated for each draw
         )
     if not posteriors:
@@ -102,7 +102,7 @@ def sample(
     total = calls.count_draws(posteriors, draws) if held is None else held.total
     how = (
         total,
-        fold,
+        parallel,
         held,
         rows == "split",
         False,
