@@ -2,7 +2,7 @@
 
     python benchmarks/defaults.py --pack DIR [--root DATA]           once: the arrays, from the data sets in DATA
     python benchmarks/defaults.py --data DIR --out FILE [--workers 16] [--limit-seconds 500] [--seeds 3] [--only REGEX]
-                                  [--noise FLOOR,UNIT,MOST]  other bounds of the noise, for docs/far.md
+                                  [--noise FLOOR,UNIT,MOST]  other bounds of the noise, for docs/distance.md
     python benchmarks/defaults.py --page FILE [FILE ...]             writes docs/recipes.md from finished cells
 
 A cell is a task, a start, a candidate and a seed. Each writes one line of FILE; cells that are there are not run again.

@@ -60,14 +60,14 @@ def main(out: Path = PICTURE, steps: int = 1000) -> dict[str, float]:
     )
     laplace = sb.debayesianize(copy.deepcopy(plain))
     sb.laplace(laplace, [(x, y)], likelihood="gaussian", noise=NOISE)
-    near = sb.far(plain, [(x, y)], likelihood="gaussian")
+    near = sb.distance(plain, [(x, y)], likelihood="gaussian")
     how: dict[str, Any] = {"likelihood": "gaussian", "scale": NOISE}
     shown = {
         "plain network": sb.predict(plain, grid, **how),
         "BatchEnsemble, 8 members": sb.predict(batch, grid, **how),
         "deep ensemble, 5 networks": sb.predict(deep, grid, **how),
         "plain, then laplace": sb.predict_linearised(laplace, grid, **how),
-        "plain, with far": sb.predict(plain, grid, far=near, **how),
+        "plain, with distance": sb.predict(plain, grid, distance=near, **how),
     }
     figure = Figure(figsize=(13, 2.9), layout="constrained")
     spread = {}

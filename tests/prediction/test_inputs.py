@@ -719,7 +719,7 @@ def test_targets_that_are_none_are_refused_by_what_learns_from_them() -> None:
     with pytest.raises(ValueError, match="two numbers for each target"):
         sb.laplace(model, [(x, torch.ones(9))], likelihood="heteroscedastic_gaussian")
     with pytest.raises(ValueError, match="NaN or infinite: leave their rows out"):
-        sb.far(
+        sb.distance(
             sb.bayesianize(model, sb.Rank1(members=2)), [(x, y)], likelihood="gaussian"
         )
 
@@ -732,10 +732,10 @@ def test_distances_of_another_network_are_told() -> None:
         ),
         torch.randn(9, 4),
     )
-    inner, own = sb.far(model, [x], at="2"), sb.far(model, [x])
-    sb.predict(model, x, far=inner)
+    inner, own = sb.distance(model, [x], at="2"), sb.distance(model, [x])
+    sb.predict(model, x, distance=inner)
     with torch.no_grad():
         model[0].weight.mul_(1.1)
-    sb.predict(model, x, far=own)  # rows themselves: weights do not matter
+    sb.predict(model, x, distance=own)  # rows themselves: weights do not matter
     with pytest.warns(sb.SlimbayesWarning, match="with other weights"):
-        sb.predict(model, x, far=inner)
+        sb.predict(model, x, distance=inner)

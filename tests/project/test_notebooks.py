@@ -176,14 +176,14 @@ def test_reliability_has_the_bins_of_the_calibration_error(axes: Any) -> None:
     upper, _ = axes(sb.plot.reliability(sound, torch.randn(4000)))
     curve = torch.tensor(upper.get_lines()[1].get_ydata())
     assert float((curve - torch.linspace(0, 1, 101)).abs().max()) < 0.03
-    near = sb.far(
+    near = sb.distance(
         sb.bayesianize(nn.Linear(1, 1), sb.Rank1()),
         [(torch.randn(30, 1), torch.randn(30, 1))],
         "gaussian",
     )
     net = sb.bayesianize(nn.Linear(1, 1), sb.Rank1())
     far = sb.predict(
-        net, 3 * torch.randn(50, 1), likelihood="gaussian", scale=1.0, far=near
+        net, 3 * torch.randn(50, 1), likelihood="gaussian", scale=1.0, distance=near
     )
     axes(sb.plot.reliability(far, torch.randn(50, 1)))
 

@@ -222,7 +222,7 @@ def test_temperature_one_leaves_far_predictions_alone() -> None:
     torch.manual_seed(0)
     net = sb.bayesianize(torch.nn.Linear(4, 3), sb.Rank1(members=2))
     x = torch.randn(50, 4)
-    p = sb.predict(net, 5 * x, far=sb.far(net, [(x, x)]), seed=0)
+    p = sb.predict(net, 5 * x, distance=sb.distance(net, [(x, x)]), seed=0)
     torch.testing.assert_close(
         TemperatureScaling(1.0)(p).epistemic, p.epistemic, rtol=1e-4, atol=1e-5
     )

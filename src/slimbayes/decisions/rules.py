@@ -181,7 +181,7 @@ class Abstention:
         Args:
             risk: the largest share of wrong answers.
             delta: probability, over the held-out rows, that the promise fails.
-            by: "confidence" by default, of real targets "total" uncertainty; "distance" needs `predict(..., far=)`.
+            by: "confidence" by default, of real targets "total" uncertainty; "distance" needs `predict(..., distance=)`.
             tolerance: of real targets, the largest error that is no mistake.
 
         Shape: target (N,), or (N, ...) of real targets, where a row is wrong if any of its targets is.
@@ -228,7 +228,7 @@ def _score(prediction: Prediction, by: By) -> Tensor:
         or found is None
     ):
         raise ValueError(
-            f"by={by!r} is nothing this prediction has; 'distance' needs predict(..., far=)."
+            f"by={by!r} is nothing this prediction has; 'distance' needs predict(..., distance=)."
         )
     found = found.double().flatten(1).sum(-1) if found.dim() > 1 else found.double()
     return found if by == "confidence" else -found

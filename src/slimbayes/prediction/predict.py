@@ -20,8 +20,8 @@ from slimbayes.engine.sharing import evaluating
 from slimbayes.prediction import checks
 from slimbayes.prediction.averages import Accumulator
 from slimbayes.prediction.batches import batches_of
+from slimbayes.prediction.distance import Distance, features_of
 from slimbayes.prediction.draws import Draws, Networks
-from slimbayes.prediction.far import Far, features_of
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import members
 from slimbayes.train.elbo import check_finite
@@ -47,7 +47,7 @@ def predict(
     inputs: int | None = None,
     seed: Seed = None,
     allow_nonfinite: bool = False,
-    far: Far | None = None,
+    distance: Distance | None = None,
     progress: bool = False,
 ) -> Prediction:
     """Predict with uncertainty from S draws, in eval mode and without gradients.
@@ -88,8 +88,8 @@ def predict(
         seed: a whole number or a torch.Generator; by default the next number of torch's own generator.
         allow_nonfinite: predict although inputs, weights or outputs are NaN or infinite, which is an error otherwise.
             Rows whose prediction is NaN then have the label -1.
-        far: what `slimbayes.far` learned of the training rows. Predictions then know less about rows that are far from
-            them, and have their `distance`.
+        distance: what `slimbayes.distance` learned of the training examples. The uncertainty of predictions then grows
+            away from them, and predictions say how far that is, in `distance`.
         progress: write a line to stderr that says how many rows are done.
 
     Members of an `Ensemble` are averaged with its stacking weights, if `stack` has set them.
@@ -119,8 +119,8 @@ def predict(
             f"predict takes at most {MOST_DRAWS:,} draws, got draws={draws!r}."
         )
     checks.check_noise_rule(model, likelihood)
-    if far is not None:
-        far.check(model)
+    if distance is not None:
+        distance.check(model)
     if not allow_nonfinite:
         check_finite(model)
     source = (Networks if draws == "exact" else Draws)(
@@ -131,7 +131,7 @@ def predict(
     parts: list[Prediction] = []
     with evaluating(model):
         for args, kwargs in batches_of(model, x, chunk, inputs, allow_nonfinite):
-            before, keep = sum(map(len, parts)), keep_samples or far is not None
+            before, keep = sum(map(len, parts)), keep_samples or distance is not None
             sums = Accumulator(
                 likelihood,
                 source.predicted_members,
@@ -153,8 +153,9 @@ def predict(
                 )
                 checks.refuse_outputs(sums, again, before)
             part = Prediction(**sums.fields())
-            if far is not None:
-                part = far.widen(part, far(features_of(model, args, kwargs, far.at)))
+            if distance is not None:
+                features = features_of(model, args, kwargs, distance.at)
+                part = distance.widen(part, distance(features))
             parts.append(
                 part if keep_samples else replace(part, by_draw=None, noise=None)
             )

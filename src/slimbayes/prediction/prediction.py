@@ -41,7 +41,7 @@ class Prediction(Views):
         weights: share (K,) of each member in every average here, or (K, N) where it differs between rows; None means
             equal ones. Where S is no multiple of K some members have one draw more, and with it a larger share. With
             fewer draws than members, K counts only those that had one.
-        distance: how far each row is from the training rows (N,), from 0 to 1, if `predict` was given `far`.
+        distance: how far each row is from the training rows (N,), from 0 to 1, if `predict` was given `distance`.
 
     Example:
         >>> p = Prediction.from_outputs(torch.tensor([[[2.0, 0.0]], [[0.0, 2.0]]]), "categorical")

@@ -18,7 +18,7 @@ def noise_scale(raw: Tensor, spread: float | Tensor = 1.0) -> Tensor:
 
     It is the softplus of the output, in units of 0.3 of the spread, added in quadrature to the floor. A network that
     fits its training rows ever better would otherwise shrink the noise there without end, and one mistake elsewhere
-    then costs any number of nats. The unit makes the noise start at a fifth of the spread. docs/far.md has what other
+    then costs any number of nats. The unit makes the noise start at a fifth of the spread. docs/distance.md has what other
     floors and units cost and gain on held-out rows.
 
     Shape: raw (...), spread broadcasts against it; returns (...).

@@ -1,8 +1,8 @@
-"""Does a table's row that is far from the data look far? NLL and OOD detection with and without `far`; noise floors.
+"""Does a table's row that is far from the data look far? NLL and OOD detection with and without `distance`; noise floors.
 
-    python benchmarks/far.py run --data DIR --out results/far.json      # some ten minutes on one core
-    python benchmarks/far.py confirm --data DIR --out results/far.json  # adds seeds and sets that nothing was chosen on
-    python benchmarks/far.py page                                       # writes docs/far.md from results/far.json
+    python benchmarks/distance.py run --data DIR --out results/far.json      # some ten minutes on one core
+    python benchmarks/distance.py confirm --data DIR --out results/far.json  # adds seeds and sets that nothing was chosen on
+    python benchmarks/distance.py page                                       # writes docs/distance.md from results/far.json
 
 Each seed holds out the top fifth of one feature (the far end), splits the rest into training, validation and test rows,
 and trains a small network. Rows of the other sets, standardised by themselves, are a second kind of unfamiliar rows.
@@ -155,7 +155,13 @@ def scores(
     draws = 8 * sb.members(net)
     pred = {
         n: sb.predict(
-            net, x[n], draws=draws, likelihood=likelihood, scale=1.0, seed=0, far=near
+            net,
+            x[n],
+            draws=draws,
+            likelihood=likelihood,
+            scale=1.0,
+            seed=0,
+            distance=near,
         )
         for n in names
     }
@@ -181,7 +187,7 @@ def compare(
     other, rows = others(name, data, parts["train"][0].shape[1]), []
     for method in methods:
         net = train(METHODS[method](), parts["train"], outputs, seed, likelihood)
-        near = sb.far(net, [parts["train"]], likelihood)
+        near = sb.distance(net, [parts["train"]], likelihood)
         for which in (None, near):
             cell = {
                 "set": name,
@@ -255,8 +261,8 @@ def with_noise(
 
 
 def page(found: dict[str, Any]) -> str:
-    """docs/far.md: words around tables of means over seeds."""
-    text = (Path(__file__).parent / "far_page.md").read_text()
+    """docs/distance.md: words around tables of means over seeds."""
+    text = (Path(__file__).parent / "distance_page.md").read_text()
     tables = {"main": main_table(found["rows"]), "fresh": main_table(found["fresh"])}
     longer = json.loads((ROOT / "results" / "defaults" / "noise.json").read_text())
     tables |= {
@@ -279,7 +285,7 @@ def shown(value: float) -> str:
 def main_table(rows: list[dict[str, Any]]) -> str:
     sets = list(dict.fromkeys(r["set"] for r in rows))
     methods = list(dict.fromkeys((r["method"], r["far"]) for r in rows))
-    names = [f"{method}{', far' if near else ''}" for method, near in methods]
+    names = [f"{method}{', distance' if near else ''}" for method, near in methods]
     lines = [["set", *names]]
     for name in sets:
         cells = []
@@ -352,7 +358,9 @@ def main() -> None:
     elif chosen.what == "confirm":
         confirm(chosen.data, chosen.out)
     else:
-        (ROOT / "docs" / "far.md").write_text(page(json.loads(chosen.out.read_text())))
+        (ROOT / "docs" / "distance.md").write_text(
+            page(json.loads(chosen.out.read_text()))
+        )
 
 
 if __name__ == "__main__":
