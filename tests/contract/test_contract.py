@@ -268,7 +268,7 @@ def test_a_held_draw_is_the_same_function_folded_or_alone(
     case = LAYERS[layer]
     model, x = convert(case.make(), method, case), case.input()
     dim = case.batch_dim
-    with sb.frozen(model, draws=2):
+    with sb.frozen(model, draws=4):
         together = main_output(sb.sample(model, x))
         rows = [
             main_output(sb.sample(model, _row(x, i, dim))) for i in range(case.rows)
@@ -405,7 +405,7 @@ def test_same_seed_same_output_and_draws_differ_in_eval_too(
 
     def run(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return main_output(sb.sample(model, x, draws=6))
+        return main_output(sb.sample(model, x, draws=12))
 
     assert torch.equal(run(1), run(1))
     assert not torch.equal(run(1), run(2))

@@ -219,7 +219,7 @@ def test_layers_of_unknown_types_run_their_own_forward_with_drawn_weights(
         strict=True,
     )
     assert converted(model) == {"good", "odd"}
-    with sb.frozen(model.odd, draws=2):
+    with sb.frozen(model.odd, draws=4):
         y = sb.sample(model.odd, x)
         assert y.shape == (4, 4, 3) and len(y.flatten(1).unique(dim=0)) == 4
         for j in range(4):
@@ -528,7 +528,7 @@ def test_frozen_holds_draws_over_batches_of_any_size_and_fresh_ones_follow() -> 
         sb.bayesianize(Net(), sb.Rank1(members=2, scale_init=0.3)),
         torch.randint(10, (6, 4)),
     )
-    with sb.frozen(model, draws=3):
+    with sb.frozen(model, draws=6):
         whole = sb.sample(model, x)
         assert whole.shape == (6, 6, 3)
         torch.testing.assert_close(
