@@ -178,7 +178,7 @@ def _scores(net: nn.Module, task: Task, rows: Rows) -> dict[str, float]:
             x,
             draws=max(1, DRAWS // members) * members,
             likelihood=task.likelihood,
-            scale=1.0,
+            likelihood_std=1.0,
             seed=0,
         )
         found[f"{prefix}nll"] = -float(pred.log_prob(rows.y).mean())

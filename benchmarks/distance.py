@@ -159,7 +159,7 @@ def scores(
             x[n],
             draws=draws,
             likelihood=likelihood,
-            scale=1.0,
+            likelihood_std=1.0,
             seed=0,
             distance=near,
         )
@@ -252,7 +252,10 @@ def with_noise(
         cell: dict[str, Any] = {"set": name, "seed": seed, "floor": floor, "unit": unit}
         for part in ("validation", "far"):
             pred = sb.predict(
-                net, parts[part][0], likelihood="heteroscedastic_gaussian", scale=1.0
+                net,
+                parts[part][0],
+                likelihood="heteroscedastic_gaussian",
+                likelihood_std=1.0,
             )
             cell[part] = float(-pred.log_prob(parts[part][1]).mean())
         return cell

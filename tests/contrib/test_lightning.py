@@ -158,7 +158,7 @@ def test_real_targets(tmp_path: Path) -> None:
         num_data=240,
         likelihood="gaussian",
         optimizer=fast,
-        noise=0.5,
+        likelihood_std=0.5,
     )
     runs = trainer(tmp_path, 20)
     runs.fit(module, loader(real=True))

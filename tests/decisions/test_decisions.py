@@ -16,7 +16,7 @@ S, N, C = 4, 200, 3
 
 
 def real(mean: Tensor, scale: Any = 1.0) -> sb.Prediction:
-    return sb.Prediction.from_outputs(mean[None], "gaussian", scale=scale)
+    return sb.Prediction.from_outputs(mean[None], "gaussian", likelihood_std=scale)
 
 
 def classes(logits: Tensor) -> sb.Prediction:
@@ -81,7 +81,7 @@ def test_a_prediction_at_a_temperature_is_that_of_the_scaled_outputs(
         else (outputs[0] > 0).long()
     ) * (torch.rand(N) > 0.3)
     y = y if likelihood != "gaussian" else torch.randn(N).double()
-    options: Any = {"members": 2, "scale": 0.1, "weights": [0.25, 0.75]}
+    options: Any = {"members": 2, "likelihood_std": 0.1, "weights": [0.25, 0.75]}
     pred = sb.Prediction.from_outputs(outputs, likelihood, **options)
     for name in ("mean", "aleatoric", "epistemic", "by_draw"):
         torch.testing.assert_close(

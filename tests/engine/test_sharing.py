@@ -263,7 +263,7 @@ def test_ten_thousand_draws_of_25_networks_run_25() -> None:
     rows: list[int] = []
     sb.sample(net, x, draws=25)  # locates rows
     net.dense1.register_forward_hook(lambda layer, args, out: rows.append(len(out)))
-    pred = sb.predict(net, x, draws=10_000, likelihood="gaussian", scale=0.3)
+    pred = sb.predict(net, x, draws=10_000, likelihood="gaussian", likelihood_std=0.3)
     assert sum(rows) <= 25 * 7
     every = _enumerated(net, x)
     distance = torch.cdist(
@@ -282,7 +282,7 @@ def test_ten_thousand_draws_of_25_networks_run_25() -> None:
         x,
         draws=10_000,
         likelihood="gaussian",
-        scale=0.3,
+        likelihood_std=0.3,
         keep_samples=False,
         chunk=40,
     )

@@ -188,7 +188,13 @@ def test_real_targets_are_mixed_with_their_distribution(
     x, seen = torch.cat([rows()[:4], 2.5 * rows()[4:8]]), torch.randn(8, *targets)
     plain, pred = (
         sb.predict(
-            net, x, draws=5, likelihood="gaussian", scale=0.3, seed=0, distance=f
+            net,
+            x,
+            draws=5,
+            likelihood="gaussian",
+            likelihood_std=0.3,
+            seed=0,
+            distance=f,
         )
         for f in (None, near)
     )
@@ -262,7 +268,7 @@ def test_a_prediction_with_distances_is_cut_joined_and_rescaled() -> None:
         2 * rows(),
         draws=2,
         likelihood="gaussian",
-        scale=0.5,
+        likelihood_std=0.5,
         seed=0,
         distance=near,
     )
@@ -273,7 +279,7 @@ def test_a_prediction_with_distances_is_cut_joined_and_rescaled() -> None:
         iter((2 * rows()).split(9)),
         draws=2,
         likelihood="gaussian",
-        scale=0.5,
+        likelihood_std=0.5,
         seed=0,
         distance=near,
     )
@@ -303,7 +309,11 @@ def test_the_shifted_likelihood_is_bounded_where_a_net_is_sure_of_itself() -> No
     away = torch.full((1, 1), 100.0)
     plain, pred = (
         sb.predict(
-            net, away, likelihood="heteroscedastic_gaussian", scale=1.0, distance=f
+            net,
+            away,
+            likelihood="heteroscedastic_gaussian",
+            likelihood_std=1.0,
+            distance=f,
         )
         for f in (None, near)
     )

@@ -142,11 +142,13 @@ def test_real_targets_are_exported(
         tmp_path / file,
         draws=2,
         likelihood="gaussian",
-        scale=scale,
+        likelihood_std=scale,
     )
     assert not capsys.readouterr().out
     x = torch.randn(7, 4)
-    found = sb.predict(model, x, draws=2, likelihood="gaussian", scale=scale, seed=0)
+    found = sb.predict(
+        model, x, draws=2, likelihood="gaussian", likelihood_std=scale, seed=0
+    )
     if file.endswith("pt2"):
         got = [part.detach() for part in torch.export.load(made.path).module()(x)]
     else:

@@ -118,7 +118,7 @@ def test_members_add_up_in_log_space() -> None:
     ].reshape(2, 3, 9)
     expected = special.logsumexp(logp, axis=0) - math.log(2)
     np.testing.assert_allclose(pred.member_log_prob(target).numpy(), expected)
-    real = predicted(outputs[..., 0], "gaussian", members=3, scale=2.0)
+    real = predicted(outputs[..., 0], "gaussian", members=3, likelihood_std=2.0)
     value = torch.randn(9, dtype=torch.float64)
     assert real.member_log_prob(value).shape == (3, 9)
     together = torch.logsumexp(real.member_log_prob(value), 0) - math.log(3)
@@ -164,7 +164,7 @@ def test_predictions_join_along_rows() -> None:
     for likelihood in ("categorical", "heteroscedastic_gaussian"):
         given = outputs if likelihood == "categorical" else outputs[..., :2]
         options: dict[str, Any] = {"members": 3, "weights": [0.5, 0.3, 0.2]}
-        options |= {} if likelihood == "categorical" else {"scale": 1.0}
+        options |= {} if likelihood == "categorical" else {"likelihood_std": 1.0}
         whole = predicted(given, likelihood, **options)
         parts = [
             predicted(part, likelihood, **options) for part in given.split([4, 5], 1)

@@ -215,7 +215,7 @@ def test_laplace_of_a_heteroscedastic_head_has_no_noise_of_its_own() -> None:
         over="weights",
         prior=sb.Normal(0.0, 10.0),
     )
-    assert fit.noise == 0.0 and abs(fit.log_likelihood - ll) < 0.1
+    assert fit.likelihood_std == 0.0 and abs(fit.log_likelihood - ll) < 0.1
 
 
 def test_temperature_one_leaves_far_predictions_alone() -> None:
@@ -230,7 +230,7 @@ def test_temperature_one_leaves_far_predictions_alone() -> None:
 
 def test_decisions_refuse_nan_targets() -> None:
     p, y = (
-        Prediction.from_outputs(torch.zeros(1, 300), "gaussian", scale=1.0),
+        Prediction.from_outputs(torch.zeros(1, 300), "gaussian", likelihood_std=1.0),
         torch.full((300,), torch.nan),
     )
     with pytest.raises(ValueError):
@@ -254,10 +254,12 @@ def test_spread_is_judged_target_by_target() -> None:
     z, out = torch.randn(64, 2), torch.zeros(1, 64, 2, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sb.heteroscedastic_gaussian(out, z + torch.tensor([0.0, 500.0]), scale=1.0)
+        sb.heteroscedastic_gaussian(
+            out, z + torch.tensor([0.0, 500.0]), likelihood_std=1.0
+        )
     with pytest.warns(UserWarning, match="bounds their noise"):
         sb.heteroscedastic_gaussian(
-            out, z * torch.tensor([1.0, 1e3]), scale=torch.tensor([1e3, 1.0])
+            out, z * torch.tensor([1.0, 1e3]), likelihood_std=torch.tensor([1e3, 1.0])
         )
 
 

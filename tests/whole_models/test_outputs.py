@@ -204,13 +204,13 @@ def test_intervals_without_noise_are_told_to_be_those_of_the_mean() -> None:
         draws=8,
         likelihood="gaussian",
     )
-    with pytest.warns(sb.SlimbayesWarning, match=r"those of the mean.*scale="):
+    with pytest.warns(sb.SlimbayesWarning, match=r"those of the mean.*likelihood_std="):
         found.interval(0.9)
     sb.predict(
         sb.bayesianize(nn.Linear(4, 1), sb.MeanField()),
         X,
         likelihood="gaussian",
-        scale=0.1,
+        likelihood_std=0.1,
     ).interval(0.9)
     sb.predict(sb.bayesianize(mlp(), sb.MeanField()), X, draws=8).interval(0.9)
 

@@ -137,7 +137,9 @@ def test_models_that_draw_gamma_variables_fold_and_follow_the_seed(family: str) 
         held = [sb.sample(net, X) for _ in range(2)]
     assert not torch.equal(*held)  # the network is held, what it draws is not
     one, two = (
-        sb.predict(net, X, draws=2, seed=6, likelihood="gaussian", scale=1.0).samples
+        sb.predict(
+            net, X, draws=2, seed=6, likelihood="gaussian", likelihood_std=1.0
+        ).samples
         for _ in range(2)
     )
     assert torch.equal(one, two)

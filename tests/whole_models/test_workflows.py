@@ -326,7 +326,12 @@ def test_models_that_take_derivatives_in_their_forward_are_folded_and_predict(
         wanted = sb.sample(net, X.clone(), parallel=False)
         torch.testing.assert_close(sb.sample(net, X.clone(), parallel=True), wanted)
     found = sb.predict(
-        net, X.clone(), draws=draws_of(net), seed=0, likelihood="gaussian", scale=1.0
+        net,
+        X.clone(),
+        draws=draws_of(net),
+        seed=0,
+        likelihood="gaussian",
+        likelihood_std=1.0,
     ).samples
     torch.testing.assert_close(found, wanted)
     assert not found.requires_grad and wanted.std(0).max() > 0

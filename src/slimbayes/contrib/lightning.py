@@ -75,7 +75,8 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         kl_schedule: the KL's weight after so many optimizer steps, from `slimbayes.train.schedules`.
         temperature: as in `elbo`; below 1 for a tempered posterior.
         form: how draws join in the likelihood.
-        noise: standard deviation of the targets' noise, of "gaussian"; of the targets, of "heteroscedastic_gaussian".
+        likelihood_std: standard deviation of the targets' noise, of "gaussian"; of the targets, of
+            "heteroscedastic_gaussian".
         seed: makes the random numbers of each training step a function of it and of the step.
 
     Example:
@@ -97,7 +98,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         weight_decay: float | Mapping[str, float] = 0.0,
         kl_schedule: schedules.Schedule | None = None,
         form: Form = "average",
-        noise: float = 1.0,
+        likelihood_std: float = 1.0,
         seed: int | None = None,
         temperature: float = 1.0,
     ) -> None:
@@ -115,9 +116,9 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         )
         self.optimizer, self.weight_decay = optimizer, weight_decay
         self.kl_schedule = kl_schedule or schedules.constant()
-        self.form, self.noise, self.seed, self.temperature = (
+        self.form, self.likelihood_std, self.seed, self.temperature = (
             form,
-            noise,
+            likelihood_std,
             seed,
             temperature,
         )
@@ -146,7 +147,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
 
     def terms(self, x: Any, y: Tensor, kl_weight: float = 1.0) -> ELBO:
         """Loss, nll and kl of a batch."""
-        nll = self.meaning.nll(find_output(self(x)), y, self.form, self.noise)
+        nll = self.meaning.nll(find_output(self(x)), y, self.form, self.likelihood_std)
         return elbo(
             nll, self.model, self.num_data, kl_weight, temperature=self.temperature
         )
@@ -216,14 +217,14 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         )
 
     def _predict(self, x: Any) -> Prediction:
-        scale = 0.0 if self.meaning.discrete else self.noise
+        std = 0.0 if self.meaning.discrete else self.likelihood_std
         inputs = tuple(x) if isinstance(x, list) else x
         return predict(
             self.model,
             inputs,
             draws=self.predict_draws,
             likelihood=self.likelihood,
-            scale=scale,
+            likelihood_std=std,
         )
 
     def configure_optimizers(self) -> Any:

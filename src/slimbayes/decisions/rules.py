@@ -181,7 +181,8 @@ class Abstention:
         Args:
             risk: the largest share of wrong answers.
             delta: probability, over the held-out rows, that the promise fails.
-            by: "confidence" by default, of real targets "total" uncertainty; "distance" needs `predict(..., distance=)`.
+            by: "confidence" by default, of real targets "total" uncertainty; "distance" needs `predict(...,
+                distance=)`.
             tolerance: of real targets, the largest error that is no mistake.
 
         Shape: target (N,), or (N, ...) of real targets, where a row is wrong if any of its targets is.

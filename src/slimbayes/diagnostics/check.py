@@ -116,7 +116,7 @@ def check(
     x: Tensor,
     y: Tensor,
     likelihood: LikelihoodName = "categorical",
-    noise: float | Tensor = 1.0,
+    likelihood_std: float | Tensor = 1.0,
     num_data: int | None = None,
     kl_weight: float = 1.0,
     unseen: Tensor | None = None,
@@ -128,7 +128,7 @@ def check(
     Args:
         model: a converted model; it is run in eval mode.
         x, y: training rows; as many as shall stand for all, 128 say.
-        likelihood, noise: as in `predict`.
+        likelihood, likelihood_std: as in `predict`.
         num_data: how many training rows there are; as many as in `x` by default.
         kl_weight: what the KL was multiplied with at the end of training.
         unseen: inputs whose labels are compared between draws; `x` by default.
@@ -144,9 +144,11 @@ def check(
     """
     with evaluating(model):
         total, meaning = num_data or len(x), likelihood_named(likelihood)
-        nll = float(meaning.nll(_outputs(model, x).float(), y, "average", noise))
+        nll = float(
+            meaning.nll(_outputs(model, x).float(), y, "average", likelihood_std)
+        )
         shares = _shares(model)
-        shape, note = _k_hat(model, x, y, likelihood, noise, total, shares[0])
+        shape, note = _k_hat(model, x, y, likelihood, likelihood_std, total, shares[0])
         changes = _label_changes(model, x if unseen is None else unseen, likelihood)
         return Check(
             nll, float(kl(model)) / total, kl_weight, *shares, changes, shape, note
@@ -182,7 +184,7 @@ def _k_hat(
     x: Tensor,
     y: Tensor,
     likelihood: LikelihoodName,
-    noise: float | Tensor,
+    likelihood_std: float | Tensor,
     total: int,
     elements: int,
 ) -> tuple[KHat | None, str]:
@@ -193,7 +195,10 @@ def _k_hat(
         return (
             -total
             * torch.stack(
-                [meaning.nll(one[None], y, "average", noise) for one in outputs]
+                [
+                    meaning.nll(one[None], y, "average", likelihood_std)
+                    for one in outputs
+                ]
             ).double()
         )
 

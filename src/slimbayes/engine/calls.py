@@ -214,7 +214,8 @@ def run_sampled(
     folds = layout.folds and parallel is not False and rows > 0 and not cached
     if parallel is True and total > 1 and not layout.folds and rows > 0:
         raise ValueError(
-            f"parallel=True: the draws of this model cannot share a forward: {layout.why}. Use parallel='auto' or parallel=False."
+            f"parallel=True: the draws of this model cannot share a forward: {layout.why}. Use parallel='auto' or "
+            f"parallel=False."
         )
     if parallel == "auto" and total > 1 and not folds and rows > 0 and not cached:
         warn_of_loop(layout, "its draws run one after another")

@@ -163,7 +163,7 @@ def predict_linearised(
     model: nn.Module,
     x: Any,
     likelihood: LikelihoodName = "categorical",
-    scale: float | Tensor = 0.0,
+    likelihood_std: float | Tensor = 0.0,
     draws: int | None = None,
     output: str | int | None = None,
     inputs: int | None = None,
@@ -177,7 +177,8 @@ def predict_linearised(
     can be afforded.
 
     Args:
-        model, x, likelihood, scale, output, inputs: as in `predict`; batches of x must hold rows along one dimension.
+        model, x, likelihood, likelihood_std, output, inputs: as in `predict`; batches of x must hold rows along one
+            dimension.
         draws: S, of the linearised functions; draw j is one function for all rows and belongs to member j mod K. None
             for the closed form.
         seed: of the draws.
@@ -186,8 +187,8 @@ def predict_linearised(
         >>> import slimbayes as sb
         >>> net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).eval()
         >>> fit = sb.laplace(net, [(torch.randn(50, 2), torch.randn(50, 1))], likelihood="gaussian")
-        >>> pred = predict_linearised(net, torch.randn(7, 2), "gaussian", scale=fit.noise)
-        >>> pred.mean.shape, bool((pred.variance > fit.noise**2).all())
+        >>> pred = predict_linearised(net, torch.randn(7, 2), "gaussian", likelihood_std=fit.likelihood_std)
+        >>> pred.mean.shape, bool((pred.variance > fit.likelihood_std**2).all())
         (torch.Size([7, 1]), True)
     """
     check_draws("predict_linearised", draws, also=(None,))
@@ -210,7 +211,9 @@ def predict_linearised(
                 outputs.append(torch.cat([piece[0] for piece in found]))
                 spread.append(torch.cat([piece[1] for piece in found], 1))
             parts.append(
-                _prediction(outputs, spread, likelihood, scale, draws is not None)
+                _prediction(
+                    outputs, spread, likelihood, likelihood_std, draws is not None
+                )
             )
     return Prediction.joined(parts)
 
@@ -261,7 +264,7 @@ def _prediction(
     at_means: list[Tensor],
     spread: list[Tensor],
     likelihood: LikelihoodName,
-    scale: float | Tensor,
+    likelihood_std: float | Tensor,
     drawn: bool,
 ) -> Prediction:
     """Of each member's outputs (N, ...), and their variance (1, N, ...) or its draws' deviations (S', N, ...)."""
@@ -272,17 +275,19 @@ def _prediction(
             at_means[j % members] + spread[j % members][j // members]
             for j in range(total)
         ]
-        return Prediction.from_outputs(torch.stack(draws), likelihood, members, scale)
+        return Prediction.from_outputs(
+            torch.stack(draws), likelihood, members, likelihood_std
+        )
     outputs, variance = torch.stack(at_means), torch.cat(spread)
     if meaning.discrete:
         probit = outputs / (1 + math.pi / 8 * variance).sqrt()
-        found = Prediction.from_outputs(probit, likelihood, members, scale)
+        found = Prediction.from_outputs(probit, likelihood, members, likelihood_std)
         total = entropy(found.log_probs)
         within = torch.minimum(
-            meaning.predictive(outputs, scale, None)[1].mean(0), total
+            meaning.predictive(outputs, likelihood_std, None)[1].mean(0), total
         )
         return replace(found, aleatoric=within, epistemic=total - within)
-    found = Prediction.from_outputs(outputs, likelihood, members, scale)
+    found = Prediction.from_outputs(outputs, likelihood, members, likelihood_std)
     variance = (
         variance[..., 0] if variance.dim() > found.by_member.dim() else variance
     )  # of means, not raw scales

@@ -26,18 +26,18 @@ class Accumulator:
         self,
         likelihood: str,
         members: int,
-        scale: float | Tensor,
+        likelihood_std: float | Tensor,
         keep: bool,
         class_dim: int | None = None,
         weights: Tensor | Sequence[float] | None = None,
     ) -> None:
         self.meaning = likelihood_named(likelihood)
-        if not isinstance(scale, Tensor) or can_read_values(scale):
-            check_positive("scale", torch.as_tensor(scale), zero=True)
-        self.likelihood, self.members, self.scale, self.keep = (
+        if not isinstance(likelihood_std, Tensor) or can_read_values(likelihood_std):
+            check_positive("likelihood_std", torch.as_tensor(likelihood_std), zero=True)
+        self.likelihood, self.members, self.likelihood_std, self.keep = (
             likelihood,
             members,
-            scale,
+            likelihood_std,
             keep,
         )
         self.class_dim = class_dim
@@ -64,7 +64,9 @@ class Accumulator:
                 f"Outputs need an axis of draws and one of rows, got shape {tuple(outputs.shape)}."
             )
         wide = outputs if outputs.dtype == torch.float64 else outputs.float()
-        values, noise = self.meaning.predictive(wide, self.scale, self.class_dim)
+        values, noise = self.meaning.predictive(
+            wide, self.likelihood_std, self.class_dim
+        )
         for start, stop in self._turns(len(values)):
             self._add_turns(values[start:stop], noise[start:stop])
         if self.keep:

@@ -88,14 +88,14 @@ def check_noise_rule(model: nn.Module, likelihood: str) -> None:
     other = next((rule for rule in rules if rule != NOISE_RULE), None)
     if other is not None:
         by = (
-            f"{other[0]} to {other[1]} times scale"
+            f"{other[0]} to {other[1]} times likelihood_std"
             if len(other) == 3
             else "a rule that its file does not name"
         )
         warnings.warn(
-            f"This model's noise was learned as {by}; now it is {NOISE_RULE[0]} to {NOISE_RULE[1]} times scale. Files "
-            f"that name none are mostly of the rule before, 0.1 to 10: for them give scale= 10/3 as large, or train "
-            f"again.",
+            f"This model's noise was learned as {by}; now it is {NOISE_RULE[0]} to {NOISE_RULE[1]} times likelihood_std. "
+            f"Files that name none are mostly of the rule before, 0.1 to 10: for them give likelihood_std= 10/3 as large, "
+            f"or train again.",
             SlimbayesWarning,
             stacklevel=4,
         )
@@ -157,7 +157,7 @@ def refuse_outputs(
     draws = 0
     for some in outputs:
         values, noise = sums.meaning.predictive(
-            some.float(), sums.scale, sums.class_dim
+            some.float(), sums.likelihood_std, sums.class_dim
         )
         bad = (
             values.isnan()

@@ -204,8 +204,8 @@ class Distance(nn.Module):
         """With the distribution of the training targets as one more member, whose weight differs between rows."""
         if self.marginal.shape[1:] != values.shape[2:]:
             raise ValueError(
-                f"distance was fitted to targets of shape {tuple(self.marginal.shape[1:])} for each row, the prediction has "
-                f"{tuple(values.shape[2:])}: give distance the targets and the likelihood that predict is given."
+                f"distance was fitted to targets of shape {tuple(self.marginal.shape[1:])} for each row, the prediction "
+                f"has {tuple(values.shape[2:])}: give distance the targets and the likelihood that predict is given."
             )
         mean, variance = self.marginal.to(values)
         k, row = len(prediction.by_member), unsqueeze_like(w, prediction.aleatoric)
@@ -261,7 +261,8 @@ def distance(
         >>> x = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
         >>> net = sb.bayesianize(nn.Linear(2, 1), sb.Rank1(members=2))
         >>> near = distance(net, [(x, x[:, :1])], likelihood="gaussian")
-        >>> pred = sb.predict(net, torch.tensor([[0.0, 0.0], [9.0, 9.0]]), likelihood="gaussian", scale=0.1, distance=near)
+        >>> how = {"likelihood": "gaussian", "likelihood_std": 0.1}
+        >>> pred = sb.predict(net, torch.tensor([[0.0, 0.0], [9.0, 9.0]]), distance=near, **how)
         >>> pred.distance.round(decimals=1), bool(pred.epistemic[1] > 0.5)
         (tensor([0., 1.]), True)
     """

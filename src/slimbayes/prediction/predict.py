@@ -38,7 +38,7 @@ def predict(
     draws: int | Literal["exact"] | None = None,
     chunk: int | None = None,
     likelihood: LikelihoodName = "categorical",
-    scale: float | Tensor = 0.0,
+    likelihood_std: float | Tensor = 0.0,
     keep_samples: bool = True,
     output: str | int | None = None,
     class_dim: int | None = None,
@@ -64,17 +64,18 @@ def predict(
         x: a tensor or numpy array, a dict or tuple the model takes, a Dataset, or an iterable of batches (a
             DataLoader). Of batches (input, target) the targets are ignored.
         draws: S, the number of draws; by default K, one from each member. Where it is no multiple of K, some members
-            have one draw more than others, and count so much more. "exact" runs every network that a model can be instead, once, and weighs each by
-            its probability, as if there were infinitely many draws: for picks of few components (EMP with one to five
-            layers of five); each network is then a member of the Prediction, with a weight. More than 4,096 networks,
-            or draws that cannot be counted, are refused.
+            have one draw more than others, and count so much more. "exact" runs every network that a model can be
+            instead, once, and weighs each by its probability, as if there were infinitely many draws: for picks of few
+            components (EMP with one to five layers of five); each network is then a member of the Prediction, with a
+            weight. More than 4,096 networks, or draws that cannot be counted, are refused.
         chunk: at most so many rows (draws x inputs) in one forward; by default 2^15, or as many as have 2^23 input
             numbers.
         likelihood: what the outputs parameterise: "categorical" and "bernoulli" logits, "gaussian" means, or
             "heteroscedastic_gaussian" means and raw scales.
-        scale: standard deviation of the observation noise, for "gaussian", without which `std` and `interval` are those
-            of the mean alone; for "heteroscedastic_gaussian" that of the targets, as in training (1 if nothing is
-            given, with a warning); a tensor for several targets, or (N, ...) for rows that have noise of their own.
+        likelihood_std: standard deviation of the observation noise, for "gaussian", without which `std` and `interval`
+            are those of the mean alone; for "heteroscedastic_gaussian" that of the targets, as in training (1 if
+            nothing is given, with a warning); a tensor for several targets, or (N, ...) for rows that have noise of
+            their own.
         keep_samples: keep every draw's prediction. Without, memory does not grow with the number of draws.
         output: key or position of the outputs in what the model returns; by default the tensor itself, `.logits`, or
             the first tensor.
@@ -106,10 +107,12 @@ def predict(
         raise ValueError(
             f"predict needs chunk >= 1, a whole number, got chunk={chunk!r}."
         )
-    scale = (
-        scale if isinstance(scale, (int, float)) else torch.as_tensor(scale)
+    likelihood_std = (
+        likelihood_std
+        if isinstance(likelihood_std, (int, float))
+        else torch.as_tensor(likelihood_std)
     )  # arrays and lists
-    check_positive("scale", torch.as_tensor(scale), zero=True)
+    check_positive("likelihood_std", torch.as_tensor(likelihood_std), zero=True)
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(
             "The model has parameters on the meta device, which have no numbers: load its weights first."
@@ -135,7 +138,7 @@ def predict(
             sums = Accumulator(
                 likelihood,
                 source.predicted_members,
-                scale,
+                likelihood_std,
                 keep,
                 class_dim,
                 source.weights,
@@ -144,7 +147,7 @@ def predict(
                 found = _checked(find_output(outputs, output), likelihood)
                 if not before and not sums.count:
                     checks.check_scores(model, found, likelihood, class_dim)
-                sums.scale = _scale_of(scale, found, likelihood, before)
+                sums.likelihood_std = _std_of(likelihood_std, found, likelihood, before)
                 sums.add(found)
             if not (allow_nonfinite or sums.sound()):
                 again = (
@@ -163,12 +166,12 @@ def predict(
     bar.close()
     whole = Prediction.joined(parts)
     if (
-        isinstance(scale, Tensor)
-        and scale.dim() == whole.by_member.dim() - 1
-        and len(scale) not in (1, len(whole))
+        isinstance(likelihood_std, Tensor)
+        and likelihood_std.dim() == whole.by_member.dim() - 1
+        and len(likelihood_std) not in (1, len(whole))
     ):
         raise ValueError(
-            f"scale has one line for each of {len(scale)} rows, but {len(whole)} were predicted."
+            f"likelihood_std has one line for each of {len(likelihood_std)} rows, but {len(whole)} were predicted."
         )
     return whole
 
@@ -179,7 +182,7 @@ def predict_prefixes(
     x: Tensor,
     draws: Sequence[int],
     likelihood: LikelihoodName = "categorical",
-    scale: float | Tensor = 0.0,
+    likelihood_std: float | Tensor = 0.0,
     seed: Seed = None,
     before: int = 0,
     allow_nonfinite: bool = False,
@@ -198,7 +201,7 @@ def predict_prefixes(
         checks.check_inputs(model, ((x,), {}), before)
     out, done, source = {}, 0, Draws(model, None, True, "auto", seed)
     sums = Accumulator(
-        likelihood, source.predicted_members, scale, True, None, source.weights
+        likelihood, source.predicted_members, likelihood_std, True, None, source.weights
     )
     with evaluating(model):
         for count in sorted(set(draws)):
@@ -229,29 +232,31 @@ def _checked(outputs: Tensor, likelihood: str) -> Tensor:
     return outputs
 
 
-def _scale_of(
-    scale: float | Tensor, outputs: Tensor, likelihood: str, before: int
+def _std_of(
+    likelihood_std: float | Tensor, outputs: Tensor, likelihood: str, before: int
 ) -> float | Tensor:
-    """The noise of these rows, which come after so many others: one scale for all, or lines of one for each."""
-    if not isinstance(scale, Tensor) or scale.numel() == 1:
-        return scale
+    """The noise of these rows, which come after so many others: one for all, or lines of one for each."""
+    if not isinstance(likelihood_std, Tensor) or likelihood_std.numel() == 1:
+        return likelihood_std
     each, rows = (
         likelihood_named(likelihood)
         .predictive(outputs[:1, :1], 1.0, None)[0]
         .shape[2:],
         outputs.shape[1],
     )
-    if broadcasts(scale.shape, each) or broadcasts(scale.shape, (1, *each)):
-        return scale
-    own = scale[before : before + rows]
+    if broadcasts(likelihood_std.shape, each) or broadcasts(
+        likelihood_std.shape, (1, *each)
+    ):
+        return likelihood_std
+    own = likelihood_std[before : before + rows]
     if (
-        scale.dim() != len(each) + 1
+        likelihood_std.dim() != len(each) + 1
         or not broadcasts(own.shape, (rows, *each))
         or len(own) != rows
     ):
         raise ValueError(
-            f"scale of shape {tuple(scale.shape)} does not broadcast against one row's targets, shape {tuple(each)}, "
-            f"nor has it a line for each row."
+            f"likelihood_std of shape {tuple(likelihood_std.shape)} does not broadcast against one row's targets, "
+            f"shape {tuple(each)}, nor has it a line for each row."
         )
     return own
 

@@ -67,7 +67,7 @@ class Prediction(Views):
         outputs: Tensor,
         likelihood: LikelihoodName = "categorical",
         members: int = 1,
-        scale: float | Tensor = 0.0,
+        likelihood_std: float | Tensor = 0.0,
         class_dim: int | None = None,
         weights: Tensor | Sequence[float] | None = None,
     ) -> "Prediction":
@@ -75,15 +75,20 @@ class Prediction(Views):
 
         Shape: outputs (S, N, ..., C) logits, whose classes may lie along another `class_dim` but come last in the
         result (from five dimensions on it must be given: 2 for (S, N, C, H, W)); (S, N) or (S, N, 1) binary logits,
-        (S, N, ...) means, or (S, N, ..., 2) means and raw scales. Draw j belongs to member j mod K. scale broadcasts
-        against (N, ...), as in `predict`; weights (K,).
+        (S, N, ...) means, or (S, N, ..., 2) means and raw scales. Draw j belongs to member j mod K. likelihood_std
+        broadcasts against (N, ...), as in `predict`; weights (K,).
 
         Example:
             >>> Prediction.from_outputs(torch.tensor([[1.0], [5.0]]), "gaussian", members=2, weights=[0.75, 0.25]).mean
             tensor([2.])
         """
         draws = averages.Accumulator(
-            likelihood, members, scale, keep=True, class_dim=class_dim, weights=weights
+            likelihood,
+            members,
+            likelihood_std,
+            keep=True,
+            class_dim=class_dim,
+            weights=weights,
         )
         draws.add(outputs)
         return cls(**draws.fields())
@@ -175,7 +180,7 @@ class Prediction(Views):
         Shape: target (N, ...) class indices, 0 or 1, or real values; returns (N, ...).
 
         Example:
-            >>> p = Prediction.from_outputs(torch.tensor([[-1.0], [1.0]]), "gaussian", scale=1.0)
+            >>> p = Prediction.from_outputs(torch.tensor([[-1.0], [1.0]]), "gaussian", likelihood_std=1.0)
             >>> p.log_prob(torch.zeros(1))  # log of N(1; 0, 1)
             tensor([-1.4189])
         """
@@ -209,7 +214,8 @@ class Prediction(Views):
         assert self.noise is not None  # kept with the samples
         if bool((self.noise == 0).any()):
             raise ValueError(
-                "A density needs observation noise, got scale 0; call predict(..., scale=) with its standard deviation."
+                "A density needs observation noise, got likelihood_std 0; call predict(..., likelihood_std=) with its "
+                "standard deviation."
             )
         return -0.5 * (
             (target - values).square() / self.noise
@@ -220,12 +226,14 @@ class Prediction(Views):
     def rescaled(self, mean: float | Tensor, std: float | Tensor) -> "Prediction":
         """The prediction in a target's own units, y = mean + std * f, for a model that was trained on (y - mean) / std.
 
-        The output precision tau of Chang et al. 2019 (B.3) is in those units: `predict(..., scale=tau**-0.5 / std)`.
+        The output precision tau of Chang et al. 2019 (B.3) is in those units: `predict(..., likelihood_std=tau**-0.5 /
+        std)`.
 
         Shape: mean and std are numbers, or broadcast against one row's targets.
 
         Example:
-            >>> p = Prediction.from_outputs(torch.tensor([[-1.0], [1.0]]), "gaussian", scale=0.5).rescaled(10.0, 2.0)
+            >>> p = Prediction.from_outputs(torch.tensor([[-1.0], [1.0]]), "gaussian", likelihood_std=0.5)
+            >>> p = p.rescaled(10.0, 2.0)
             >>> p.mean, p.epistemic, p.aleatoric
             (tensor([10.]), tensor([4.]), tensor([1.]))
         """
@@ -267,7 +275,7 @@ class Prediction(Views):
         Shape: two tensors of the shape of `mean`.
 
         Example:
-            >>> Prediction.from_outputs(torch.zeros(3, 1), "gaussian", scale=1.0).interval(0.9)
+            >>> Prediction.from_outputs(torch.zeros(3, 1), "gaussian", likelihood_std=1.0).interval(0.9)
             (tensor([-1.6449]), tensor([1.6449]))
         """
         averages.check_level(level)
@@ -285,7 +293,7 @@ class Prediction(Views):
             if not self.discrete:
                 warnings.warn(
                     "This prediction has no observation noise: its intervals are those of the mean and hold fewer "
-                    "targets than their level. Call predict(..., scale=) with the noise's standard deviation.",
+                    "targets than their level. Call predict(..., likelihood_std=) with the noise's standard deviation.",
                     SlimbayesWarning,
                     stacklevel=2,
                 )

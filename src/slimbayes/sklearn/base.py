@@ -225,7 +225,12 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         likelihood, scale = self._meaning()
         draws = _EACH * members(self.network_)
         logp = predict(
-            self.network_, rows.x, draws, likelihood=likelihood, scale=scale, seed=0
+            self.network_,
+            rows.x,
+            draws,
+            likelihood=likelihood,
+            likelihood_std=scale,
+            seed=0,
         ).log_prob(rows.y)
         logp = logp.sum(-1) if logp.dim() > 1 else logp
         return float(-(logp * rows.weight).sum() / rows.weight.sum())
@@ -333,7 +338,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         likelihood, scale = self._meaning()
         how: dict[str, Any] = {
             "likelihood": likelihood,
-            "scale": scale,
+            "likelihood_std": scale,
             "keep_samples": keep,
             "seed": self.seed_,
         }

@@ -73,7 +73,13 @@ def stack_run(
         key(experiment.seed, "stack"),
     )
     weights = sb.stack(
-        network, x, y, draws, likelihood=likelihood, scale=predictor.noise, seed=seed
+        network,
+        x,
+        y,
+        draws,
+        likelihood=likelihood,
+        likelihood_std=predictor.noise,
+        seed=seed,
     )
     shutil.copytree(
         run, folder, ignore=shutil.ignore_patterns(*_LEFT), dirs_exist_ok=True
@@ -165,7 +171,7 @@ def export_run(
         file,
         draws=total_draws(predictor.network, draws),
         likelihood=predictor.likelihood,
-        scale=scale,
+        likelihood_std=scale,
         seed=key(predictor.experiment.seed, "evaluate", "predict"),
         notes={
             "classes": list(task.classes),

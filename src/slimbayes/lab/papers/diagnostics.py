@@ -76,7 +76,7 @@ def density(case: Case) -> Found:
     noise = float(case.options["precision"]) ** -0.5
     squares, densities, seed = [], [], key(experiment.seed, "density")
     for x, y in batches(case.rows, experiment.evaluate.batch, task.y_mean.device):
-        options = {"chunk": 2**16, "scale": noise / task.y_std, "seed": seed}
+        options = {"chunk": 2**16, "likelihood_std": noise / task.y_std, "seed": seed}
         draws = total_draws(network, case.draws)
         p = sb.predict(
             network, task.scaling(x), draws=draws, likelihood="gaussian", **options

@@ -271,7 +271,7 @@ class Predictor(NamedTuple):
             x,
             "exact",
             likelihood=self.likelihood,
-            scale=self.noise,
+            likelihood_std=self.noise,
             seed=seed,
             allow_nonfinite=True,
         )
