@@ -168,9 +168,10 @@ def assert_draws(outputs: Any, plains: list[nn.Module], args: Any, kwargs: Any) 
         )
 
 
-def held(model: nn.Module, draws: int) -> list[nn.Module]:
+def held(model: nn.Module, draws: int | None = None) -> list[nn.Module]:
     """The plain networks of all draws that are held; call it inside `frozen(model, draws)`."""
-    return [write_out(model, j) for j in range(sb.members(model) * draws)]
+    total = sb.members(model) if draws is None else draws
+    return [write_out(model, j) for j in range(total)]
 
 
 def draws_of_rows(

@@ -284,7 +284,9 @@ def test_every_posterior_parameter_gets_a_gradient(method: str, layer: str) -> N
     draws = (
         12 if (method, layer) in PICKED else 1
     )  # enough for every component to be picked
-    main_output(sb.sample(model, case.input(), draws=draws)).square().sum().backward()
+    main_output(
+        sb.sample(model, case.input(), draws=draws * sb.members(model))
+    ).square().sum().backward()
     for name, parameter in model.named_parameters():
         if ".posterior." in f".{name}" and not case.looks_up:
             assert (
@@ -387,7 +389,7 @@ def test_kl_is_the_average_log_ratio_and_zero_at_the_prior(
 
 def own_log_ratios(model: nn.Module, draws: int) -> Tensor | None:
     """log p - log q of draws of each member (K, n), as the posteriors say themselves; None if one does not."""
-    with sb.frozen(model, draws=draws):
+    with sb.frozen(model, draws=draws * sb.members(model)):
         own = [p.log_ratio() for p in posteriors_of(model)]
     return (
         None

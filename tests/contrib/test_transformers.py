@@ -218,7 +218,7 @@ def test_evaluation_averages_draws_and_adapters_come_back(tmp_path: Path) -> Non
     options = arguments(tmp_path, num_train_epochs=2, save_strategy="epoch")
     own = {"compute_metrics": lambda found: {"rows": len(found.label_ids)}}
     trainer = BayesTrainer(
-        model, options, draws=3, train_dataset=ROWS, eval_dataset=ROWS, **own
+        model, options, draws=6, train_dataset=ROWS, eval_dataset=ROWS, **own
     )
     trainer.train()
     scores = trainer.evaluate()
@@ -304,7 +304,7 @@ def test_one_pass_and_chains_take_batches_with_labels() -> None:
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     near = sb.predict_linearised(model, inputs).probs
     torch.testing.assert_close(
-        near, sb.predict(model, inputs, draws=200, seed=0).probs, atol=0.05, rtol=0
+        near, sb.predict(model, inputs, draws=400, seed=0).probs, atol=0.05, rtol=0
     )
     walked = bert()
     sb.sample_posterior(

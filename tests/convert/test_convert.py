@@ -583,7 +583,8 @@ def test_a_compiled_model_takes_other_numbers_of_draws() -> None:
     compiled, x = torch.compile(model, backend="eager"), torch.randn(6, 8)
     for draws in (1, 2, 3):
         torch.testing.assert_close(
-            sb.sample(compiled, x, draws=draws), sb.sample(model, x, draws=draws)
+            sb.sample(compiled, x, draws=draws * sb.members(compiled)),
+            sb.sample(model, x, draws=draws * sb.members(model)),
         )
 
 

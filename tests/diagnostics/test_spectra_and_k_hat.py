@@ -595,7 +595,7 @@ def test_without_data_the_mean_log_ratio_is_minus_the_kl(config: sb.Config) -> N
     net = sb.bayesianize(
         nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), config
     )
-    ratios = dg.log_ratios(net, none, draws=6000, chunk=1000)
+    ratios = dg.log_ratios(net, none, draws=6000 * sb.members(net), chunk=1000)
     assert ratios.shape == (config.members, 6000)
     total = ratios.sum(0)  # the KL is summed over members too
     error = total.std() / math.sqrt(6000)
@@ -613,7 +613,7 @@ def test_ratios_of_members_and_of_capped_biases_are_their_own() -> None:
     with torch.no_grad():
         factor.loc[1] = 3.0
     apart = kl(factor.distribution(), factor.prior).detach().flatten(1).sum(1)
-    found = dg.log_ratios(net, none, draws=3000, chunk=7).mean(1)
+    found = dg.log_ratios(net, none, draws=6000, chunk=7).mean(1)
     torch.testing.assert_close(found.float(), -apart, rtol=0.02, atol=0.1)
     net = sb.bayesianize(
         nn.Sequential(nn.Linear(4, 3)),

@@ -52,9 +52,6 @@ DROPS = [
     "dropout-time-major",
     "transformer-dropout",
 ]  # models with dropout layers, for MCDropout
-DRAWS = {
-    name: S // getattr(config, "members", 3) for name, config in METHODS.items()
-} | {"mc-dropout": S}  # S draws in all
 MEMBERS = [
     "batch-ensemble",
     "ensemble",
@@ -165,8 +162,8 @@ def seeded(function: Any, *args: Any, **kwargs: Any) -> Any:
 @torch.no_grad()
 def test_held_draws_are_written_out_models_in_any_fold(name: str, method: str) -> None:
     model, args, kwargs, case = built(name, method)
-    with quietly(), sb.frozen(model, draws=DRAWS[method]):
-        plains = held(model, DRAWS[method])
+    with quietly(), sb.frozen(model, draws=S):
+        plains = held(model, S)
         assert len(plains) == S
         outputs = sb.sample(model, *args, **kwargs)
         assert_draws(outputs, plains, args, kwargs)
@@ -198,24 +195,20 @@ def test_held_draws_are_written_out_models_in_any_fold(name: str, method: str) -
 def test_one_seed_gives_the_same_draws_in_any_fold(name: str, method: str) -> None:
     model, args, kwargs, _ = built(name, method)
     with quietly():
-        expected = seeded(
-            sb.sample, model, *args, draws=DRAWS[method], parallel=False, **kwargs
-        )
+        expected = seeded(sb.sample, model, *args, draws=S, parallel=False, **kwargs)
         assert all(t.shape[0] == S for t in leaves(expected))
         assert_equal(
-            seeded(sb.sample, model, *args, draws=DRAWS[method], **kwargs),
+            seeded(sb.sample, model, *args, draws=S, **kwargs),
             expected,
             "auto, first time",
         )
         assert_equal(
-            seeded(sb.sample, model, *args, draws=DRAWS[method], **kwargs),
+            seeded(sb.sample, model, *args, draws=S, **kwargs),
             expected,
             "auto, second time",
         )
         try:
-            folded = seeded(
-                sb.sample, model, *args, draws=DRAWS[method], parallel=True, **kwargs
-            )
+            folded = seeded(sb.sample, model, *args, draws=S, parallel=True, **kwargs)
         except ValueError:
             return
         assert_equal(
@@ -235,7 +228,7 @@ def test_training_is_the_same_in_any_fold(name: str, method: str) -> None:
                 sb.sample,
                 model,
                 *args,
-                draws=DRAWS[method],
+                draws=S,
                 parallel=parallel,
                 **kwargs,
             )
@@ -263,10 +256,10 @@ def test_predictions_are_of_written_out_models_in_any_fold(
     model, args, kwargs, _ = built(name, method, "train")
     x = kwargs if kwargs else tuple(args)
     output = "logits" if name == "loss-and-logits" else None
-    options: Any = {"draws": DRAWS[method], "likelihood": "gaussian"}
+    options: Any = {"draws": S, "likelihood": "gaussian"}
     with quietly():
-        with sb.frozen(model, draws=DRAWS[method]):
-            plains = held(model, DRAWS[method])
+        with sb.frozen(model, draws=S):
+            plains = held(model, S)
             predicted = sb.predict(
                 model, x, likelihood="gaussian", output=output
             ).samples
@@ -367,14 +360,12 @@ def test_a_model_that_cannot_fold_says_so_once_and_refuses_to_be_forced(
 def test_a_model_that_folds_says_nothing(name: str, method: str) -> None:
     model, args, kwargs, _ = built(name, method)
     with quietly() as said:
-        outputs = seeded(sb.sample, model, *args, draws=DRAWS[method], **kwargs)
+        outputs = seeded(sb.sample, model, *args, draws=S, **kwargs)
         assert_equal(
-            seeded(
-                sb.sample, model, *args, draws=DRAWS[method], parallel=True, **kwargs
-            ),
+            seeded(sb.sample, model, *args, draws=S, parallel=True, **kwargs),
             outputs,
         )
-        sb.predict(model, *args, draws=DRAWS[method])
+        sb.predict(model, *args, draws=S)
     assert said == []
 
 

@@ -106,7 +106,7 @@ def test_eight_threads_predict_what_one_does(known: bool) -> None:
     model[4].eval()  # flags that differ
     xs = [torch.randn(rows, 4) for rows in (1, 2, 3, 4, 5, 8, 12)]
     reference = copy.deepcopy(model)
-    expected = [sb.predict(reference, x, draws=2).samples for x in xs]
+    expected = [sb.predict(reference, x, draws=6).samples for x in xs]
     if known:
         sb.predict(model, xs[3])
     flags, buffers = (
@@ -119,7 +119,7 @@ def test_eight_threads_predict_what_one_does(known: bool) -> None:
         start.wait()
         for turn in range(2 * len(xs)):
             k = (i + turn) % len(xs)
-            close(sb.predict(model, xs[k], draws=2).samples, expected[k])
+            close(sb.predict(model, xs[k], draws=6).samples, expected[k])
             assert passes.innermost() is None
 
     with ThreadPoolExecutor(8) as pool:
@@ -141,9 +141,9 @@ def test_threads_keep_bare_calls_and_samples_apart() -> None:
             if i % 3 == 0:
                 assert model(x).shape == (6, 3)
             elif i % 3 == 1:
-                assert sb.sample(model, x, draws=2).shape == (4, 6, 3)
+                assert sb.sample(model, x, draws=4).shape == (4, 6, 3)
             else:
-                with sb.frozen(model, draws=2):
+                with sb.frozen(model, draws=4):
                     close(sb.sample(model, x), sb.sample(model, x, parallel=False))
 
     with torch.no_grad(), ThreadPoolExecutor(6) as pool:
@@ -266,7 +266,7 @@ class Recursive(nn.Module):
 @pytest.mark.parametrize("method", ["rank1", "batch-ensemble", "mean-field", "patch"])
 def test_recursion_is_one_pass(method: str) -> None:
     model, x = converted(Recursive(), METHODS[method]), torch.randn(6, 4)
-    with torch.no_grad(), sb.frozen(model, draws=2):
+    with torch.no_grad(), sb.frozen(model, draws=2 * sb.members(model)):
         outputs = sb.sample(model, x)
         for draw, out in enumerate(outputs):
             close(sb.write_out(model, draw)(x), out)
@@ -297,7 +297,7 @@ def test_a_converted_model_may_call_another_in_its_forward(method: str) -> None:
     with torch.no_grad():
         assert outer(x).shape == (6, 3)
         assert differ(outer(x), outer(x))
-        assert sb.predict(outer, x, draws=2).samples.shape == (4, 6, 3)
+        assert sb.predict(outer, x, draws=4).samples.shape == (4, 6, 3)
     inner(x).sum().backward()
 
 
@@ -363,8 +363,8 @@ def test_checkpointing_gives_the_gradients_of_the_same_draws(
         torch.manual_seed(4)
         calls: dict[str, Callable[[], Tensor]] = {
             "bare": lambda model=model: model(x),
-            "sample": lambda model=model: sb.sample(model, x, draws=2),
-            "loop": lambda model=model: sb.sample(model, x, draws=2, parallel=False),
+            "sample": lambda model=model: sb.sample(model, x, draws=4),
+            "loop": lambda model=model: sb.sample(model, x, draws=4, parallel=False),
         }
         run = calls.get(call, calls["bare" if call == "frozen-bare" else "sample"])
 
@@ -386,7 +386,7 @@ def test_checkpointing_gives_the_gradients_of_the_same_draws(
             loss.backward()
 
         if call.startswith("frozen"):
-            with sb.frozen(model, draws=2):
+            with sb.frozen(model, draws=4):
                 one()
         else:
             one()
@@ -447,7 +447,7 @@ def test_copies_are_models_of_their_own(method: str, how: Callable[[Any], Any]) 
     for one in (model, before, after):
         torch.manual_seed(7)
         with torch.no_grad():
-            outputs.append(sb.sample(one, x, draws=2))
+            outputs.append(sb.sample(one, x, draws=2 * sb.members(one)))
         close(outputs[-1], outputs[0])
     with torch.no_grad(), sb.frozen(model):
         held = sb.sample(model, x)
@@ -550,9 +550,9 @@ def test_whole_graphs_after_one_call(
             x = torch.randn(rows, 4)
             if call == "sample":
                 torch.manual_seed(2)
-                expected = sb.sample(model, x, draws=2)
+                expected = sb.sample(model, x, draws=4)
                 torch.manual_seed(2)
-                close(sb.sample(compiled, x, draws=2), expected)
+                close(sb.sample(compiled, x, draws=4), expected)
             elif call == "frozen":
                 with sb.frozen(model, draws=2):
                     close(sb.sample(compiled, x), sb.sample(model, x))
@@ -596,9 +596,9 @@ def test_graphs_in_parts_need_no_call_before() -> None:
     with torch.no_grad():
         assert compiled(x).shape == (6, 3)
         torch.manual_seed(2)
-        expected = sb.sample(model, x, draws=2)
+        expected = sb.sample(model, x, draws=4)
         torch.manual_seed(2)
-        close(sb.sample(compiled, x, draws=2), expected)
+        close(sb.sample(compiled, x, draws=4), expected)
 
 
 # The proof of rows ----------------------------------------------------------------------------------------------------
@@ -1269,7 +1269,7 @@ def test_tied_weights_have_one_posterior_one_kl_and_one_draw(method: str) -> Non
     assert model.a.posterior["weight"] is model.b.posterior["weight"]
     once = [layer.posterior["weight"].kl() for layer in (model.a, model.c)]
     close(sb.kl(model).detach(), torch.stack(once).sum().detach())
-    with torch.no_grad(), sb.frozen(model, draws=2):
+    with torch.no_grad(), sb.frozen(model, draws=2 * sb.members(model)):
         outputs = sb.sample(model, values)
         for j, out in enumerate(outputs):
             plain = sb.write_out(model, j)
@@ -1315,7 +1315,7 @@ def test_an_unknown_layer_runs_its_own_forward_with_drawn_weights(
     for name, p in model.named_parameters():
         if ".posterior." in name and name.endswith(".bias"):
             nn.init.normal_(p)  # they start at zero
-    with torch.no_grad(), sb.frozen(model, draws=2):
+    with torch.no_grad(), sb.frozen(model, draws=2 * sb.members(model)):
         held = sb.sample(model, values)
         plain = [sb.write_out(model, j) for j in range(len(held))]
         assert all(type(p.mix) is Bilinear for p in plain)
@@ -1455,12 +1455,16 @@ def test_modules_with_rowless_parts_are_not_shared_wrongly(draws: int) -> None:
     sb.bayesianize(model, MEMBERS, include="b")
     values, table = torch.randn(6, 4), torch.randn(5)
     close(
-        sb.predict(model, (values, table), draws=draws).samples,
-        sb.predict(model, (values, table), draws=draws, share=False).samples,
+        sb.predict(model, (values, table), draws=draws * sb.members(model)).samples,
+        sb.predict(
+            model, (values, table), draws=draws * sb.members(model), share=False
+        ).samples,
     )
     close(
-        sb.predict(model, (values, table), draws=draws, parallel=False).samples,
-        sb.predict(model, (values, table), draws=draws).samples,
+        sb.predict(
+            model, (values, table), draws=draws * sb.members(model), parallel=False
+        ).samples,
+        sb.predict(model, (values, table), draws=draws * sb.members(model)).samples,
     )
 
 
@@ -1622,7 +1626,7 @@ def test_modules_with_noise_of_their_own_are_not_shared() -> None:
         include="b",
     )
     samples = sb.predict(
-        model, torch.randn(6, 4), draws=4, likelihood="gaussian"
+        model, torch.randn(6, 4), draws=8, likelihood="gaussian"
     ).samples
     assert len(torch.unique(samples.flatten(1).round(decimals=5), dim=0)) == 8
 
@@ -1635,11 +1639,11 @@ def test_modules_that_run_ahead_run_once_for_all_draws() -> None:
     )
     sb.bayesianize(model, MEMBERS, include="b")
     values = torch.randn(6, 4)
-    expected = sb.predict(model, values, draws=2, share=False).samples
+    expected = sb.predict(model, values, draws=6, share=False).samples
     del seen[:]
-    close(sb.predict(model, values, draws=2).samples, expected)
+    close(sb.predict(model, values, draws=6).samples, expected)
     assert seen == [6]
-    sb.predict(model, values, draws=2, share=False)
+    sb.predict(model, values, draws=6, share=False)
     assert seen == [6, 36]
 
 
@@ -1659,7 +1663,7 @@ def test_a_weight_that_is_used_transposed_is_used() -> None:
     model = converted(
         two(lambda m, x: m.b(torch.sin(x @ m.a.weight.T)), **parts)(), METHODS["rank1"]
     )
-    with sb.frozen(model, draws=2):
+    with sb.frozen(model, draws=4):
         with pytest.warns(UserWarning, match="weight of a is used past"):
             outputs = sb.sample(model, torch.ones(3, 4))
         for j, one in enumerate(outputs):
@@ -1692,10 +1696,8 @@ def test_a_batch_that_is_cut_only_when_it_is_large(
     torch.manual_seed(0)
     model = sb.bayesianize(Pieces(size, windows), METHODS[method]).eval()
     few, many = torch.randn(4, 4), torch.randn(32, 4)
-    with quietly(), sb.frozen(model, draws=8 // sb.members(model)):
-        assert_draws(
-            sb.sample(model, few), held(model, 8 // sb.members(model)), (few,), {}
-        )
+    with quietly(), sb.frozen(model, draws=8):
+        assert_draws(sb.sample(model, few), held(model, 8), (few,), {})
     with quietly(), sb.frozen(model, draws=2):
         plains = held(model, 2)
         assert_rows_of_draws(model(few), [plain(few) for plain in plains], 0)
@@ -1718,8 +1720,8 @@ def test_rows_are_looked_at_again_for_more_rows_even_of_fewer_numbers() -> None:
         net, sb.Rank1(members=2, draws="member", scale_init=0.3)
     ).eval()
     long, short = torch.randn(4, 100, 4), torch.randn(40, 2, 4)
-    with quietly(), sb.frozen(model, draws=1):
-        plains = held(model, 1)
+    with quietly(), sb.frozen(model, draws=2):
+        plains = held(model)
         assert_draws(sb.sample(model, long), plains, (long,), {})
         assert_draws(sb.sample(model, short), plains, (short,), {})
 
@@ -1743,7 +1745,7 @@ def test_known_sizes_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) ->
     ):  # 8 rows and two members: 16 were seen, then 10, then 32
         sb.sample(model, torch.randn(rows, 4))
     assert len(trials) == 2  # once, for 32 rows
-    sb.sample(model, torch.randn(16, 4), draws=1)
+    sb.sample(model, torch.randn(16, 4), draws=2)
     assert len(trials) == 2
 
 
@@ -1757,7 +1759,7 @@ def test_a_layer_that_sees_pairs_of_rows(method: str) -> None:
         )
     )
     model, x = sb.bayesianize(net, METHODS[method]).eval(), torch.randn(2, 4)
-    draws = 6 // sb.members(model)
+    draws = 6
     with quietly(), sb.frozen(model, draws=draws):
         assert_draws(sb.sample(model, x), held(model, draws), (x,), {})
     with quietly():
@@ -1851,7 +1853,7 @@ def test_a_model_that_was_led_another_way_is_looked_at_again(way: str) -> None:
     assert said == []
     WAYS[way](model)
     with torch.no_grad(), quietly() as said, sb.frozen(model):
-        assert_draws(sb.sample(model, x, *given), held(model, 1), (x, *given), {})
+        assert_draws(sb.sample(model, x, *given), held(model), (x, *given), {})
     assert len(said) == 1 and "draw by draw" in said[0]
 
 
@@ -1872,7 +1874,7 @@ def test_a_model_that_counts_its_calls_is_proven_a_few_times(
             len(known) for known in model._slimbayes_tree.layouts.values()
         ] == [8]
         with sb.frozen(model):
-            assert_draws(sb.sample(model, x, 99), held(model, 1), (x, 99), {})
+            assert_draws(sb.sample(model, x, 99), held(model), (x, 99), {})
 
 
 def test_modes_beyond_those_that_are_proven_are_looked_at_now_and_then() -> None:
@@ -1884,7 +1886,7 @@ def test_modes_beyond_those_that_are_proven_are_looked_at_now_and_then() -> None
             sb.sample(model, x)
         assert sum("looked again" in str(one.message) for one in said) == 1
         with sb.frozen(model):
-            assert_draws(sb.sample(model, x), held(model, 1), (x,), {})
+            assert_draws(sb.sample(model, x), held(model), (x,), {})
 
 
 class Lazy(nn.Module):
@@ -1935,7 +1937,7 @@ class Lazy(nn.Module):
 def test_steps_of_generators_and_coroutines_belong_to_one_draw(method: str) -> None:
     model, x = sb.bayesianize(Lazy(), METHODS[method]).eval(), torch.randn(8, 4)
     with sb.frozen(model):
-        expected = [plain(x) for plain in held(model, 1)]
+        expected = [plain(x) for plain in held(model)]
     for _ in range(3):  # where the members begin is random
         steps = model.stream(x)
         assert next(steps).shape == (8, 6)
@@ -1949,7 +1951,7 @@ def test_steps_of_generators_and_coroutines_belong_to_one_draw(method: str) -> N
 def test_steps_that_are_awaited_belong_to_one_draw(method: str) -> None:
     model, x = sb.bayesianize(Lazy(), METHODS[method]).eval(), torch.randn(8, 4)
     with sb.frozen(model):
-        expected = [plain(x) for plain in held(model, 1)]
+        expected = [plain(x) for plain in held(model)]
 
     async def run(left: list[str]) -> list[Tensor]:
         whole, broken = model.stream_later(x, left), model.stream_later(x, left)
@@ -1997,7 +1999,7 @@ def test_a_compiled_model_that_changes_its_mode_has_the_layout_of_that_mode() ->
     compiled(x)
     model.train()
     with sb.frozen(model):
-        expected = [plain(x) for plain in held(model, 1)]
+        expected = [plain(x) for plain in held(model)]
     with quietly():
         assert_rows_of_draws(compiled(x), expected, None)
         model.train()(x)
@@ -2035,11 +2037,13 @@ def test_transposed_convolutions_of_a_given_output_size(config: Any) -> None:
             return self.conv(x, output_size=[10])
 
     model, x = sb.bayesianize(Grows(), config), torch.randn(6, 3, 4)
-    with sb.frozen(model, draws=2):
-        expected = torch.stack([plain(x) for plain in held(model, 2)])
+    with sb.frozen(model, draws=2 * sb.members(model)):
+        expected = torch.stack(
+            [plain(x) for plain in held(model, 2 * sb.members(model))]
+        )
         close(sb.sample(model, x), expected)
         close(sb.sample(model, x, parallel=False), expected)
-        one = torch.stack([plain(x[0]) for plain in held(model, 2)])
+        one = torch.stack([plain(x[0]) for plain in held(model, 2 * sb.members(model))])
         close(
             sb.sample(model, x[0], parallel=False), one
         )  # an input without a dimension for rows

@@ -277,7 +277,7 @@ def built(program: Program, method: str) -> tuple[Any, Tensor]:
 def check(program: Program, method: str) -> list[str]:
     """Compare held draws with written-out models, and draws of one seed in both folds; returns what was said."""
     model, x = built(program, method)
-    draws = S // sb.members(model)
+    draws = S
     with quietly() as said, torch.no_grad():
         with sb.frozen(model, draws=draws):
             expected = torch.stack([plain(x) for plain in held(model, draws)])

@@ -72,7 +72,9 @@ def _both(model: nn.Module, x: Tensor, draws: int) -> tuple[Tensor, Tensor]:
     out = []
     for share in (True, False):
         torch.manual_seed(1)
-        out.append(sb.predict(model, x, draws=draws, share=share).samples)
+        out.append(
+            sb.predict(model, x, draws=draws * sb.members(model), share=share).samples
+        )
     return out[0], out[1]
 
 
@@ -110,7 +112,7 @@ def test_modules_run_once_where_no_draw_has_been_used(
         sb.bayesianize(Residual().eval(), METHODS[method]),
         torch.randn(5, 3, 6, 6),
     )
-    draws = 16 // sb.members(model)
+    draws = 16
     plain = [
         name for name in expected if not hasattr(model.get_submodule(name), "posterior")
     ]
@@ -155,7 +157,7 @@ def test_modules_with_noise_of_their_own_are_not_shared() -> None:
         nn.Sequential(NoisyBody(6, 8), nn.Linear(8, 3)),
         {"1": sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0))},
     )
-    samples = sb.predict(model, torch.randn(7, 6), draws=4).samples
+    samples = sb.predict(model, torch.randn(7, 6), draws=8).samples
     assert (
         len(samples.flatten(1).unique(dim=0)) == 8
     )  # members are alike: only the noise tells draws apart
@@ -174,11 +176,11 @@ def test_hooks_and_training_flags_are_put_back_whatever_happens() -> None:
     )
     model.conv.eval()
     flags = [m.training for m in model.modules()]
-    sb.predict(model, x, draws=4)
+    sb.predict(model, x, draws=8)
     assert _hooks(model) == 0 and [m.training for m in model.modules()] == flags
     handle = model.side.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        sb.predict(model, x, draws=4)
+        sb.predict(model, x, draws=8)
     handle.remove()
     assert _hooks(model) == 0 and [m.training for m in model.modules()] == flags
     shared, apart = _both(model, x, 4)
@@ -188,10 +190,10 @@ def test_hooks_and_training_flags_are_put_back_whatever_happens() -> None:
 def test_threads_share_apart() -> None:
     model = sb.bayesianize(Residual(), {"fc": sb.BatchEnsemble(members=2)})
     batches = [torch.randn(n, 3, 6, 6) for n in (3, 5, 7, 4)]
-    expected = [sb.predict(model, x, draws=2, share=False).samples for x in batches]
+    expected = [sb.predict(model, x, draws=4, share=False).samples for x in batches]
     with ThreadPoolExecutor(4) as pool:
         found = list(
-            pool.map(lambda x: sb.predict(model, x, draws=2).samples, batches * 4)
+            pool.map(lambda x: sb.predict(model, x, draws=4).samples, batches * 4)
         )
     for samples, alone in zip(found, expected * 4, strict=True):
         torch.testing.assert_close(samples, alone, rtol=1e-5, atol=1e-6)
@@ -415,7 +417,7 @@ def test_windows_of_one_row_stay_together_where_rows_do_not_divide_evenly() -> N
         x = torch.randn(1, 1, 3).expand(
             3, 2, 3
         )  # all windows alike: outputs differ by their draw alone
-        with sb.frozen(net, draws=2 // sb.members(net)):
+        with sb.frozen(net, draws=2):
             y = net(x)
         assert torch.equal(y[:, 0], y[:, 1])
         torch.testing.assert_close(y[0], y[1])

@@ -113,13 +113,13 @@ def test_one_layers_lines_meet_inputs_of_several_kinds(
     x = torch.randn(6, 4)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         folded, apart = (
-            sb.sample(net, x, draws=3, parallel=parallel, seed=1)
+            sb.sample(net, x, draws=6, parallel=parallel, seed=1)
             for parallel in (True, False)
         )
     torch.testing.assert_close(
         folded, apart, **({"rtol": 0.05, "atol": 0.05} if autocast else {})
     )
-    with sb.frozen(net, draws=2):
+    with sb.frozen(net, draws=4):
         every = sb.sample(net, x)
         for j, out in enumerate(every):
             torch.testing.assert_close(
@@ -205,7 +205,7 @@ def test_held_draws_meet_no_rows_and_any_number_of_them() -> None:
     net = sb.bayesianize(
         nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), sb.Rank1(members=3)
     )
-    with sb.frozen(net, draws=2):
+    with sb.frozen(net, draws=6):
         whole = torch.randn(12, 4)
         first = sb.sample(net, whole[:6])
         for rows in (0, 1, 5, 12):

@@ -33,10 +33,6 @@ class Net(nn.Module):
         return self.run(self, *args)
 
 
-def draws_of(net: nn.Module) -> int:
-    return 3 // sb.members(net)
-
-
 def product(net: Any, x: Tensor) -> Tensor:
     """Keeps the product of two layers' weights."""
     if net.kept is None:
@@ -71,13 +67,13 @@ def test_what_was_computed_from_drawn_weights_is_not_kept_for_the_next_draw(
 ) -> None:
     net = sb.bayesianize(Net(run, kept=kept), config).eval()
     for seed in range(2):
-        with sb.frozen(net, draws=draws_of(net), seed=seed):
+        with sb.frozen(net, draws=3, seed=seed):
             wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
             for parallel in ("auto", False):
                 torch.testing.assert_close(sb.sample(net, X, parallel=parallel), wanted)
             assert_rows_of_draws(net(X), list(wanted), 0)
         torch.testing.assert_close(
-            sb.predict(net, X, draws=draws_of(net), seed=seed).samples,
+            sb.predict(net, X, draws=3, seed=seed).samples,
             wanted.softmax(-1),
         )
     net(X)
@@ -142,7 +138,7 @@ def test_layers_are_pruned_after_their_conversion_and_pruning_made_permanent(
     for layer in (net.a, net.b):
         prune.l1_unstructured(layer, "weight", amount=0.5)
         prune.remove(layer, "weight")
-    with sb.frozen(net, draws=draws_of(net)):
+    with sb.frozen(net, draws=3):
         wanted = [sb.write_out(net, j)(X) for j in range(3)]
         torch.testing.assert_close(sb.sample(net, X), torch.stack(wanted))
     assert isinstance(net.a._parameters["weight"], nn.Parameter)
@@ -322,20 +318,20 @@ def test_models_that_take_derivatives_in_their_forward_are_folded_and_predict(
             return torch.autograd.grad(energy.sum(), x, create_graph=net.training)[0]
 
     net = sb.bayesianize(Net(forces), config).eval()
-    with sb.frozen(net, draws=draws_of(net), seed=0):
+    with sb.frozen(net, draws=3, seed=0):
         wanted = sb.sample(net, X.clone(), parallel=False)
         torch.testing.assert_close(sb.sample(net, X.clone(), parallel=True), wanted)
     found = sb.predict(
         net,
         X.clone(),
-        draws=draws_of(net),
+        draws=3,
         seed=0,
         likelihood="gaussian",
         likelihood_std=1.0,
     ).samples
     torch.testing.assert_close(found, wanted)
     assert not found.requires_grad and wanted.std(0).max() > 0
-    sb.sample(net.train(), X.clone(), draws=draws_of(net)).square().sum().backward()
+    sb.sample(net.train(), X.clone(), draws=3).square().sum().backward()
     assert all(p.grad is not None for n, p in net.named_parameters() if "weight" in n)
 
 
@@ -363,7 +359,7 @@ def test_parts_made_by_fx_stay_and_the_rest_is_converted(config: Any) -> None:
     net = sb.bayesianize(
         Net(lambda net, x: net.b(net.a(net.part(x))), part=part), config
     ).eval()
-    with sb.frozen(net, draws=draws_of(net), seed=0):
+    with sb.frozen(net, draws=3, seed=0):
         wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
         torch.testing.assert_close(sb.sample(net, X), wanted)
     assert wanted.std(0).min() > 0
@@ -459,7 +455,7 @@ def test_random_numbers_that_a_model_seeds_itself_are_those_of_each_draw(
     config: Any,
 ) -> None:
     net = sb.bayesianize(Net(seeded), config)
-    with sb.frozen(net, draws=draws_of(net)):
+    with sb.frozen(net, draws=3):
         wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
         with pytest.warns(UserWarning, match="it seeds random numbers itself"):
             torch.testing.assert_close(sb.sample(net, X), wanted)
@@ -608,7 +604,7 @@ def test_parameters_of_attention_that_are_used_past_its_forward_are_drawn(
 ) -> None:
     net = sb.bayesianize(Attends(width), config).train(training)
     x, y = torch.randn(2, 4, 8), torch.randn(2, 3, width)
-    with sb.frozen(net, draws=draws_of(net)):
+    with sb.frozen(net, draws=3):
         wanted = torch.stack([sb.write_out(net, j)(x, y) for j in range(3)])
         torch.testing.assert_close(sb.sample(net, x, y), wanted)
         torch.testing.assert_close(sb.sample(net, x, y, parallel=False), wanted)
