@@ -879,7 +879,7 @@ def test_where_data_tell_of_few_directions_those_are_kept(
         for m in (net, exact)
     )
     torch.testing.assert_close(linear, slow, rtol=2e-3, atol=2e-3)
-    with sb.frozen(net, 4000, seed=0):
+    with sb.frozen(net, 8000, seed=0):
         drawn = few.values()
         own = torch.cat([drawn.r, drawn.s], 1)[::members].detach()
         want = few.covariance()[0].detach()
@@ -887,7 +887,7 @@ def test_where_data_tell_of_few_directions_those_are_kept(
     path = sb.save(net, tmp_path / "posterior")
     again = sb.load(sb.debayesianize(base), path)
     assert torch.equal(
-        sb.predict(again, x, 3, seed=0).probs, sb.predict(net, x, 3, seed=0).probs
+        sb.predict(again, x, 6, seed=0).probs, sb.predict(net, x, 6, seed=0).probs
     )
     assert (path / "posterior.safetensors").stat().st_size < 2 * members * (
         50 * 13 + 22 * 13 + 200

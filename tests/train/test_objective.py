@@ -673,7 +673,7 @@ def guarded(config: sb.Config | None = None) -> Guarded:
 
 
 @pytest.mark.slow
-@given(st.integers(3, 60), st.integers(1, 4), st.booleans())
+@given(st.integers(1, 60), st.integers(1, 12), st.booleans())
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_chunks_bound_the_rows_of_a_forward_and_change_nothing(
     chunk: int, draws: int, keep: bool
@@ -683,7 +683,7 @@ def test_chunks_bound_the_rows_of_a_forward_and_change_nothing(
     whole = sb.predict(net, x, draws=draws)
     net.limits[0] = chunk
     pieces = sb.predict(net, x, draws=draws, chunk=chunk, keep_samples=keep)
-    assert pieces.count == whole.count == 3 * draws
+    assert pieces.count == whole.count == draws
     for name in ("mean", "member_mean", "total", "aleatoric", "epistemic"):
         torch.testing.assert_close(
             getattr(pieces, name), getattr(whole, name), rtol=0, atol=2e-6
@@ -692,23 +692,13 @@ def test_chunks_bound_the_rows_of_a_forward_and_change_nothing(
         torch.testing.assert_close(pieces.samples, whole.samples, rtol=0, atol=2e-6)
 
 
-def test_chunks_smaller_than_the_ensemble_are_respected_or_refused() -> None:
-    """The bound is a promise about memory."""
-    net = guarded()
-    net.limits[0] = 2
-    try:
-        sb.predict(net, torch.randn(4, 3), chunk=2)
-    except ValueError as error:
-        assert "chunk" in str(error)  # noqa: PT017
-
-
 def test_samples_are_dropped_on_request() -> None:
     """keep_samples=False holds nothing of size S, says so when asked, and gives the same summaries."""
     net, x = guarded(sb.Rank1(members=2, scale_init=0.3)), torch.randn(9, 3)
     results = []
     for keep in (True, False):
         torch.manual_seed(4)
-        results.append(sb.predict(net, x, draws=8, chunk=36, keep_samples=keep))
+        results.append(sb.predict(net, x, draws=16, chunk=36, keep_samples=keep))
     kept, dropped = results
     assert kept.samples.shape == (16, 9, C)
     held = [v for v in vars(dropped).values() if isinstance(v, Tensor)]
@@ -768,7 +758,7 @@ def test_predict_inside_frozen_uses_the_held_draws() -> None:
     with sb.frozen(net, draws=4):
         whole = sb.predict(net, x)
         halves = [sb.predict(net, part).samples for part in x.split(3)]
-    assert whole.count == 8
+    assert whole.count == 4
     torch.testing.assert_close(torch.cat(halves, 1), whole.samples, rtol=0, atol=1e-6)
 
 

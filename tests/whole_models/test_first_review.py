@@ -66,7 +66,7 @@ def in_words(error: Exception, *words: str) -> None:
 
 
 @torch.no_grad()
-def check_all(model: Any, x: Tensor, draws: int = 1) -> None:
+def check_all(model: Any, x: Tensor, draws: int | None = None) -> None:
     """Sample, predict and bare calls of a model in eval mode agree with its written-out draws."""
     with quietly(), sb.frozen(model, draws=draws):
         plains = held(model, draws)
