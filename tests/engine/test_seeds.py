@@ -111,7 +111,8 @@ def test_predict_is_a_function_of_model_inputs_and_seed(method: str) -> None:
         )
     if method not in ("ensemble", "batch-ensemble"):
         assert not torch.allclose(
-            sb.predict(model, x, draws=6 * sb.members(model), seed=8).samples, whole.samples
+            sb.predict(model, x, draws=6 * sb.members(model), seed=8).samples,
+            whole.samples,
         )
         assert (
             float(whole.samples.unflatten(0, (6, -1)).std(0).max()) > 1e-3

@@ -302,7 +302,7 @@ def _deal(
             return list(order.split(rows // members)), back
         return list(order.split(member.bincount(minlength=members).tolist())), back
     # Sizes that depend on data cannot be compiled: shorter blocks are filled up with a neighbour's row, and not used.
-    most = -(-rows // blocks) * (blocks // members)
+    most = -(-rows // blocks) * -(-blocks // members)
     count = torch.zeros(members, dtype=torch.long, device=device).index_add(
         0, member, torch.ones_like(member)
     )
