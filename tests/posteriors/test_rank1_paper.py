@@ -149,7 +149,7 @@ def test_linear_equals_materialised_weights_row_by_row(
     layer = sb.bayesianize(nn.Linear(5, 3), noisy(draws=draws, rank=rank))
     spread_bias(layer)
     x = torch.randn(*shape, 5)
-    y = sb.sample(layer, x, draws=2).detach().numpy()
+    y = sb.sample(layer, x, draws=6).detach().numpy()
     r, s, offset = factors(layer)
     assert y.shape == (6, *shape, 3)
     assert r.shape[1] == (24 if draws == "example" else 6)
@@ -360,7 +360,7 @@ def test_permuting_members_permutes_blocks(
 def test_per_example_factors_come_from_their_blocks_member() -> None:
     """F2 with fresh draws for every row: factors of rows [j*B:(j+1)*B] lie around the mean of member j mod K."""
     layer = sb.bayesianize(nn.Linear(4, 3), noisy(scale_init=1e-3, scale_jitter=0.0))
-    sb.sample(layer, torch.randn(5, 4), draws=2)
+    sb.sample(layer, torch.randn(5, 4), draws=6)
     r, s, _ = factors(layer)
     for n in range(30):
         member = n // 5 % 3
