@@ -1090,7 +1090,7 @@ def test_ensembles_beside_patches_dropout_and_mean_field() -> None:
     shifts = torch.stack(
         [enumerated[1].bias, enumerated[1].posterior["weight"].bias[0]]
     )
-    y = sb.sample(enumerated, x, draws=10)
+    y = sb.sample(enumerated, x, draws=20)
     for j in range(20):
         h = member_of_layer(enumerated[0], j % 2)(x)
         assert (

@@ -122,8 +122,8 @@ def frozen(
 ) -> Iterator[nn.Module]:
     """Hold S draws over every call inside the block: the same functions on every batch. By default one for each member.
 
-    Inside, `sample(model, x)` returns (S, B, ...) of the held draws, and a bare `model(x)` shares its rows out among
-    them. Methods that draw afresh for every row hold one draw for all rows here. Equal seeds hold equal functions, the
+    Inside, `sample(model, x)` returns (S, B, ...) of the held draws, and a plain forward, `model(x)`, shares its rows out
+    among them. Methods that draw afresh for every row hold one draw for all rows here. Equal seeds hold equal functions, the
     same that `predict` uses with that seed; by default the seed is the next number of torch's own generator.
     Threads that begin inside hold nothing: run what they call by `contextvars.copy_context().run`.
 
@@ -154,7 +154,7 @@ def mean(model: Model) -> Iterator[Model]:
     """Run the posterior mean over every call inside the block: each member's centre, without any noise.
 
     A Cauchy or log-normal factor has its median, dropout is off. Members stay apart: inside, `sample(model, x)` and
-    `predict(model, x)` give one draw for each, and a bare `model(x)` shares its rows out among them.
+    `predict(model, x)` give one draw for each, and a plain forward, `model(x)`, shares its rows out among them.
 
     Example:
         >>> import slimbayes as sb

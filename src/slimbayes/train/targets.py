@@ -84,7 +84,7 @@ def check_shape(outputs: Tensor, target: Tensor, needed: torch.Size, form: str) 
     if target.shape != needed:
         bare = target.shape in (outputs.shape, outputs.shape[:-1])
         hint = (
-            " Outputs have draws in front, as `sample` gives them: use model(x)[None] for a bare call."
+            " Outputs have draws in front, as `sample` gives them: use model(x)[None] for a plain forward."
             if bare
             else ""
         )
