@@ -269,11 +269,11 @@ def _prediction(
 ) -> Prediction:
     """Of each member's outputs (N, ...), and their variance (1, N, ...) or its draws' deviations (S', N, ...)."""
     members, meaning = len(at_means), likelihood_named(likelihood)
-    if drawn:
-        total = sum(map(len, spread))
+    if drawn:  # draw j belongs to member j mod K
+        count = sum(map(len, spread))
         draws = [
             at_means[j % members] + spread[j % members][j // members]
-            for j in range(total)
+            for j in range(count)
         ]
         return Prediction.from_outputs(
             torch.stack(draws), likelihood, members, likelihood_std
