@@ -102,7 +102,7 @@ def test_probabilities_are_no_logits(end: nn.Module, tmp_path: Path) -> None:
     net = sb.bayesianize(nn.Sequential(*mlp(), end), sb.Rank1(members=2))
     labels = torch.tensor([0, 1, 2, 0, 1, 2])
     if isinstance(end, nn.LogSoftmax):  # logarithms of probabilities are logits
-        with sb.frozen(net, draws=1, seed=0):
+        with sb.frozen(net, seed=0):
             outputs = sb.sample(net, X)
         torch.testing.assert_close(sb.predict(net, X, seed=0).samples, outputs.exp())
         return
@@ -209,7 +209,7 @@ class Overwrites(nn.Module):
 def test_models_that_write_into_their_inputs(config: Any, mixes: bool) -> None:
     net, given = sb.bayesianize(Overwrites(mixes), config).eval(), {"x": X.clone()}
     with sb.frozen(net, draws=4, seed=0):
-        total = 1 if isinstance(config, sb.Deterministic) else 4 * sb.members(net)
+        total = 1 if isinstance(config, sb.Deterministic) else 4
         wanted = torch.stack(
             [sb.write_out(net, j)({"x": X.clone()}) for j in range(total)]
         )
@@ -219,8 +219,8 @@ def test_models_that_write_into_their_inputs(config: Any, mixes: bool) -> None:
             )
     for chunk in (
         None,
-        6 * sb.members(net),
-    ):  # all draws at once, and one of each member after the other
+        6,
+    ):  # all draws at once, and one after the other
         probs = sb.predict(
             net, {"batch": given}, draws=4, seed=0, chunk=chunk, parallel=False
         ).samples
@@ -320,7 +320,7 @@ def by_member(outputs: Tensor, every: Tensor) -> list[int]:
 )
 def test_methods_share_rows_out_among_held_draws(config: Any) -> None:
     net = sb.bayesianize(Agent(), config)
-    with sb.frozen(net, draws=1):
+    with sb.frozen(net):
         every = sb.sample(net, X)
         scores, values = net.act(X)
     assert by_member(scores, every) == [0, 0, 1, 1, 2, 2]
@@ -397,13 +397,11 @@ class Messages(nn.Module):
 )
 def test_inputs_that_are_objects_of_somebody(config: Any) -> None:
     net, graph = sb.bayesianize(Messages(), config).eval(), Graph()
-    with sb.frozen(net, draws=3, seed=0), torch.no_grad():
-        wanted = torch.stack(
-            [sb.write_out(net, j)(copy.copy(graph)) for j in range(3 * sb.members(net))]
-        )
+    with sb.frozen(net, draws=4, seed=0), torch.no_grad():
+        wanted = torch.stack([sb.write_out(net, j)(copy.copy(graph)) for j in range(4)])
         torch.testing.assert_close(sb.sample(net, graph), wanted)
     torch.testing.assert_close(
-        sb.predict(net, iter([graph]), draws=3, seed=0).samples, wanted.softmax(-1)
+        sb.predict(net, iter([graph]), draws=4, seed=0).samples, wanted.softmax(-1)
     )
     for use in (
         lambda: sb.sample(net, "text"),

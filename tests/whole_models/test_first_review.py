@@ -689,9 +689,9 @@ def test_random_modules_of_the_user_are_never_shared_between_draws(place: str) -
     )
     model, x = sb.bayesianize(nn.Sequential(*parts), MEMBERS).eval(), torch.zeros(5, 4)
     for run in (
-        lambda: sb.sample(model, x, draws=8),
-        lambda: sb.sample(model, x, draws=8, parallel=False),
-        lambda: sb.predict(model, x, draws=8, likelihood="gaussian").samples,
+        lambda: sb.sample(model, x, draws=16),
+        lambda: sb.sample(model, x, draws=16, parallel=False),
+        lambda: sb.predict(model, x, draws=16, likelihood="gaussian").samples,
     ):
         with quietly():
             outputs = run()

@@ -157,12 +157,10 @@ def test_layers_that_meet_some_of_the_rows_later(
 ) -> None:
     net, x = sb.bayesianize(SomeRows(sure), config).eval(), torch.randn(12, 4)
     every, valid = torch.ones(12, dtype=torch.bool), torch.randperm(12) < count
-    sb.sample(net, x, every, draws=2), net(x, every)
+    sb.sample(net, x, every, draws=4), net(x, every)
     net.sure.fill_(net.sure * 0)
-    with sb.frozen(net, draws=2):
-        wanted = torch.stack(
-            [sb.write_out(net, j)(x, valid) for j in range(2 * sb.members(net))]
-        )
+    with sb.frozen(net, draws=4):
+        wanted = torch.stack([sb.write_out(net, j)(x, valid) for j in range(4)])
         by_member(net(x, valid), wanted)
         torch.testing.assert_close(sb.sample(net, x, valid), wanted)
 
@@ -275,8 +273,8 @@ def test_outputs_that_are_objects_of_somebody(
     config: Any, mixes: bool, makes: Any
 ) -> None:
     net = sb.bayesianize(Decides(makes, mixes), config).eval()
-    with sb.frozen(net, draws=2, seed=0):
-        plain = [sb.write_out(net, j)(X) for j in range(2 * sb.members(net))]
+    with sb.frozen(net, draws=4, seed=0):
+        plain = [sb.write_out(net, j)(X) for j in range(4)]
         wanted = torch.stack([told_by(one) for one in plain])
         found = sb.sample(net, X)
         torch.testing.assert_close(told_by(found), wanted)
@@ -289,7 +287,7 @@ def test_outputs_that_are_objects_of_somebody(
         by_member(told_by(net(X)), wanted)
     name = "mean" if makes is normal else "logits"
     samples = sb.predict(
-        net, X, draws=2, seed=0, likelihood="gaussian", output=name
+        net, X, draws=4, seed=0, likelihood="gaussian", output=name
     ).samples
     torch.testing.assert_close(samples, wanted)
     if isinstance(config, sb.Ensemble):
@@ -671,14 +669,12 @@ def test_norms_without_running_statistics_are_those_of_each_draw_when_nothing_tr
         nn.Linear(8, 3),
     )
     net = sb.bayesianize(nn.Sequential(*layers), config, include="0|3").eval()
-    with sb.frozen(net, draws=2, seed=0):
-        wanted = torch.stack(
-            [sb.write_out(net, j)(X) for j in range(2 * sb.members(net))]
-        )
+    with sb.frozen(net, draws=4, seed=0):
+        wanted = torch.stack([sb.write_out(net, j)(X) for j in range(4)])
         torch.testing.assert_close(sb.sample(net, X), wanted)
         by_member(net(X), wanted)
     torch.testing.assert_close(
-        sb.predict(net, X, draws=2, seed=0).samples, wanted.softmax(-1)
+        sb.predict(net, X, draws=4, seed=0).samples, wanted.softmax(-1)
     )
 
 

@@ -273,7 +273,7 @@ def test_every_posterior_reaches_the_output_in_eval(
             moved[-1] = (
                 0.0 if hasattr(factor, "rho") else 1.0 + torch.rand_like(moved[-1])
             )  # the last member alone
-            first, second = main(sb.sample(model, *args, draws=2, **kwargs)).split(
+            first, second = main(sb.sample(model, *args, draws=4, **kwargs)).split(
                 2
             )  # two draws of each member
             changed = (
@@ -368,10 +368,10 @@ def test_sample_keeps_the_output_type_and_adds_the_draws_axis_to_every_tensor(
             ValueError,
             match="output 0, which has no rows, mixes rows of different draws",
         ):
-            sb.sample(model, **batch, **options, draws=3, parallel=True)
+            sb.sample(model, **batch, **options, draws=6, parallel=True)
         del batch["labels"]
         expected = plain_output_of(copy.deepcopy(model), batch, options)
-    drawn = sb.sample(model, **batch, **options, draws=3, parallel=parallel)
+    drawn = sb.sample(model, **batch, **options, draws=6, parallel=parallel)
     if not parallel:
         assert drawn.loss.shape == (6,) and len(drawn.loss.unique()) == 6
     assert type(drawn) is type(expected)
@@ -393,7 +393,7 @@ def test_sample_keeps_tuples_and_dicts() -> None:
             return {"mean": y, "parts": (y + x["b"], "label")}
 
     model = sb.bayesianize(Two(), METHODS["normal"])
-    out = sb.sample(model, {"a": torch.randn(3, 4), "b": torch.randn(3, 1)}, draws=2)
+    out = sb.sample(model, {"a": torch.randn(3, 4), "b": torch.randn(3, 1)}, draws=4)
     assert out["mean"].shape == (4, 3, 2)
     assert out["parts"][1] == "label"
     assert isinstance(out["parts"], tuple)
@@ -453,12 +453,12 @@ def test_predict_chunks_the_batches_of_transformers(wrap: type) -> None:
         lambda m, args, out: seen.append(args[0].shape[0])
     )
     batch = {"input_ids": torch.randint(1, WORDS, (6, L))}
-    assert sb.predict(model, wrap(batch), draws=2, chunk=4).probs.shape == (
+    assert sb.predict(model, wrap(batch), draws=4, chunk=4).probs.shape == (
         6,
         C,
     )  # the first call also locates rows
     seen.clear()
-    assert sb.predict(model, wrap(batch), draws=2, chunk=4).probs.shape == (6, C)
+    assert sb.predict(model, wrap(batch), draws=4, chunk=4).probs.shape == (6, C)
     assert max(seen) <= 4
     assert sum(seen) == 6 * 2 * 2
 

@@ -425,8 +425,8 @@ def test_states_that_show_only_after_some_calls_are_those_of_one_draw(
     config: Any,
 ) -> None:
     net = sb.bayesianize(Net(charge, charge=None), config)
-    with sb.frozen(net, draws=2):
-        plain = [sb.write_out(net, j) for j in range(sb.members(net) * 2)]
+    with sb.frozen(net, draws=4):
+        plain = [sb.write_out(net, j) for j in range(4)]
         with pytest.warns(
             UserWarning, match="it keeps 'charge' from one call for the next"
         ):
