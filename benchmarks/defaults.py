@@ -2,7 +2,7 @@
 
     python benchmarks/defaults.py --pack DIR [--root DATA]           once: the arrays, from the data sets in DATA
     python benchmarks/defaults.py --data DIR --out FILE [--workers 16] [--limit-seconds 500] [--seeds 3] [--only REGEX]
-                                  [--noise FLOOR,UNIT,MOST]  other bounds of the noise, for docs/far.md
+                                  [--noise FLOOR,UNIT,MOST]  other bounds of the noise, for docs/distance.md
     python benchmarks/defaults.py --page FILE [FILE ...]             writes docs/recipes.md from finished cells
 
 A cell is a task, a start, a candidate and a seed. Each writes one line of FILE; cells that are there are not run again.
@@ -171,13 +171,14 @@ def train(
 def _scores(net: nn.Module, task: Task, rows: Rows) -> dict[str, float]:
     """NLL and error (share of wrong labels, or RMSE) on rows as they are and shifted."""
     found: dict[str, float] = {}
+    members = sb.members(net)
     for prefix, x in (("", rows.x), ("shifted_", rows.shifted)):
         pred = sb.predict(
             net,
             x,
-            draws=max(1, DRAWS // sb.members(net)),
+            draws=max(1, DRAWS // members) * members,
             likelihood=task.likelihood,
-            scale=1.0,
+            likelihood_std=1.0,
             seed=0,
         )
         found[f"{prefix}nll"] = -float(pred.log_prob(rows.y).mean())

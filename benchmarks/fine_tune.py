@@ -249,7 +249,7 @@ class Bench:
             rate,
             10 * seed,
         )
-        return partial(predicted, net, draws=4), saved_size(net)
+        return partial(predicted, net, draws=4 * MEMBERS), saved_size(net)
 
     def lora(
         self, seed: int, rate: float, members: int = MEMBERS
@@ -282,7 +282,7 @@ class Bench:
                 self.task, steps=self.task.steps // 2, batch=2 * self.task.batch
             )
             train(own, (x, y), task, 1e-3, 10 * seed)
-            return partial(predicted, own, draws=4), size(
+            return partial(predicted, own, draws=4 * MEMBERS), size(
                 net.state_dict().values()
             ) + saved_size(own)
         last = method == "last-layer Laplace"
@@ -308,7 +308,7 @@ def factors(prior: float) -> sb.Rank1:
     )
 
 
-def predicted(net: nn.Module, x: Tensor, draws: int = 1) -> sb.Prediction:
+def predicted(net: nn.Module, x: Tensor, draws: int | None = None) -> sb.Prediction:
     parts = [
         sb.predict(net, part, draws, keep_samples=False, seed=0)
         for part in x.split(1000)

@@ -107,13 +107,16 @@ def case(task: str, seed: int, folder: Path) -> Case:
 
 
 def _classes_scored(tests: list[Rows], net: nn.Module, draws: int) -> list[float]:
-    found = [sb.predict(net, x, draws, seed=0).log_prob(y) for x, y in tests]
+    found = [
+        sb.predict(net, x, draws * sb.members(net), seed=0).log_prob(y)
+        for x, y in tests
+    ]
     return [-float(one.mean()) for one in found]
 
 
 def _real_scored(data: tables.Data, net: nn.Module, draws: int) -> list[float]:
     """With the noise that validation rows like best, as all methods have it."""
-    predict = partial(tables.drawn, net, draws)
+    predict = partial(tables.drawn, net, draws * sb.members(net))
     noise, held = tables.best_noise(predict(data.held[0]), data.held[1])
     moved = [tables.nll(predict(x), noise, y) for x, y in data.shifted.values()]
     return [held, tables.nll(predict(data.test[0]), noise, data.test[1]), mean(moved)]

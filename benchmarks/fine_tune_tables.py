@@ -214,7 +214,7 @@ def fine_tuned(
 
     train(net, data.train, steps // 3, 1e-3, seed, loss)
     return Fitted(
-        partial(drawn, net, MASKS // MEMBERS),
+        partial(drawn, net, MASKS // MEMBERS * MEMBERS),
         size(p for p in net.parameters() if p.requires_grad),
     )
 

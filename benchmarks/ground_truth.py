@@ -88,7 +88,7 @@ def main() -> None:
         own = copy.deepcopy(net)
         fit(own)
         return sb.predict(
-            own, test, draws=draws if sb.members(own) < 10 else 1, seed=0
+            own, test, draws=draws if sb.members(own) == 1 else None, seed=0
         ).probs
 
     chains = copy.deepcopy(net)

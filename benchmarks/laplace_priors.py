@@ -109,7 +109,8 @@ def judged(
         )
         sb.bayesianize(own, sb.Deterministic())
         found = [
-            sb.predict(own, x, likelihood=likelihood, scale=noise) for x, _ in tests
+            sb.predict(own, x, likelihood=likelihood, likelihood_std=noise)
+            for x, _ in tests
         ]
         sampled = found[0]
     else:
@@ -117,12 +118,22 @@ def judged(
         draws = None if likelihood == "gaussian" else 100
         found = [
             sb.predict_linearised(
-                own, x, likelihood, scale=fit.noise, draws=draws, seed=0
+                own,
+                x,
+                likelihood,
+                likelihood_std=fit.likelihood_std,
+                draws=draws,
+                seed=0,
             )
             for x, _ in tests
         ]
         sampled = sb.predict(
-            own, tests[0][0], 100, likelihood=likelihood, scale=fit.noise, seed=0
+            own,
+            tests[0][0],
+            100,
+            likelihood=likelihood,
+            likelihood_std=fit.likelihood_std,
+            seed=0,
         )
     rows = zip([*found, sampled], [*tests, tests[0]], strict=True)
     return [-float(p.log_prob(y).mean()) for p, (_, y) in rows]

@@ -169,11 +169,18 @@ def scores(
         if list(engine.posteriors_of(net)):
             options: dict[str, Any] = {"chunk": 2**13, "seed": key(seed, "predict")}
             p = sb.predict(
-                net, x.flatten(1), draws, likelihood="gaussian", scale=scale, **options
+                net,
+                x.flatten(1),
+                draws,
+                likelihood="gaussian",
+                likelihood_std=scale,
+                **options,
             )
         else:
             p = sb.Prediction.from_outputs(
-                outputs_of(net, x.flatten(1), y).flatten(2), "gaussian", scale=scale
+                outputs_of(net, x.flatten(1), y).flatten(2),
+                "gaussian",
+                likelihood_std=scale,
             )
         p = p.rescaled(data.mean.flatten(), data.std.flatten())
         squares.append((p.mean.view_as(y) - y).square().double())

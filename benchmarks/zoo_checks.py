@@ -4,7 +4,7 @@ convert     bayesianize succeeds
 zero noise  from a neutral start, sample and a bare call give the plain model's outputs in eval mode
 draws       draws differ in eval mode
 gradients   in train mode every posterior parameter gets a finite gradient that is not all zero
-fold        sample(net, x) equals sample(net, x, fold=False) under the same seed
+fold        sample(net, x) equals sample(net, x, parallel=False) under the same seed
 undo        debayesianize gives the plain model's outputs and state back, bit for bit
 summary     summary can be printed
 """
@@ -38,7 +38,7 @@ class Method:
 
     neutral: Callable[[nn.Module], sb.Config]
     usual: Callable[[nn.Module], sb.Config]
-    draws: int = 2
+    draws: int = 2  # of each member
     may_rest: bool = False  # components that no draw picked get no gradient
     may_be_zero: bool = False  # members that start afresh may start with gains of zero
     close: float = CLOSE  # for zero noise
@@ -244,7 +244,8 @@ def _sampled(
     net: nn.Module, inputs: Inputs, draws: int, **options: Any
 ) -> list[Tensor]:
     torch.manual_seed(2)
-    return _leaves(sb.sample(net, *inputs[0], draws=draws, **options, **inputs[1]))
+    total = draws * sb.members(net)
+    return _leaves(sb.sample(net, *inputs[0], draws=total, **options, **inputs[1]))
 
 
 def _check_neutral(plain: Plain, net: nn.Module, method: Method) -> None:
@@ -308,7 +309,7 @@ def _check_fold(plain: Plain, net: nn.Module, method: Method) -> None:
 @torch.no_grad()
 def _compare_folded(net: nn.Module, inputs: Inputs, draws: int) -> None:
     folded = _sampled(net, inputs, draws)
-    one_by_one = _sampled(net, inputs, draws, fold=False)
+    one_by_one = _sampled(net, inputs, draws, parallel=False)
     # Where draws hardly differ, the largest output says little about whether these are the same draws.
     spread = max(_off(t, t[:1].expand_as(t)) for t in one_by_one)
     _compare("folded sample", folded, one_by_one, min(CLOSE, 0.02 * spread + 1e-6))

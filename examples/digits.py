@@ -48,7 +48,7 @@ LEARNING_RATE, WEIGHT_DECAY = (
     1.0,
 )  # AdamW multiplies them: a step shrinks weights by 1 %
 BATCH = 64
-DRAWS = 4  # from each member, for predictions
+DRAWS = 16  # for predictions, four from each member
 BINS = 15  # of the calibration error, as in the papers
 COLORS = {"plain": "#8a8f98", "rank-1": "#2a6fdb"}
 ALARM, GAP = "#e07b39", "#f5d3bd"

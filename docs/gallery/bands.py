@@ -34,7 +34,7 @@ def data() -> tuple[Tensor, Tensor]:
 def train(net: nn.Module, x: Tensor, y: Tensor, steps: int) -> nn.Module:
     optimizer = torch.optim.Adam(sb.param_groups(net), 1e-2)
     for step in range(steps):
-        nll = sb.gaussian(sb.sample(net, x, seed=step), y, scale=NOISE)
+        nll = sb.gaussian(sb.sample(net, x, seed=step), y, likelihood_std=NOISE)
         optimizer.zero_grad()
         (sb.members(net) * sb.elbo(nll, net, num_data=len(x)).loss).backward()
         optimizer.step()
@@ -59,15 +59,15 @@ def main(out: Path = PICTURE, steps: int = 1000) -> dict[str, float]:
         sb.bayesianize(build(), sb.Ensemble(members=5, factory=build)), x, y, steps
     )
     laplace = sb.debayesianize(copy.deepcopy(plain))
-    sb.laplace(laplace, [(x, y)], likelihood="gaussian", noise=NOISE)
-    near = sb.far(plain, [(x, y)], likelihood="gaussian")
-    how: dict[str, Any] = {"likelihood": "gaussian", "scale": NOISE}
+    sb.laplace(laplace, [(x, y)], likelihood="gaussian", likelihood_std=NOISE)
+    near = sb.distance(plain, [(x, y)], likelihood="gaussian")
+    how: dict[str, Any] = {"likelihood": "gaussian", "likelihood_std": NOISE}
     shown = {
         "plain network": sb.predict(plain, grid, **how),
         "BatchEnsemble, 8 members": sb.predict(batch, grid, **how),
         "deep ensemble, 5 networks": sb.predict(deep, grid, **how),
         "plain, then laplace": sb.predict_linearised(laplace, grid, **how),
-        "plain, with far": sb.predict(plain, grid, far=near, **how),
+        "plain, with distance": sb.predict(plain, grid, distance=near, **how),
     }
     figure = Figure(figsize=(13, 2.9), layout="constrained")
     spread = {}

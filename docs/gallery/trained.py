@@ -45,12 +45,12 @@ def main(out: Path = PICTURE, steps: int = 400, side: int = 80) -> dict[str, flo
     plain = sb.bayesianize(copy.deepcopy(base), sb.Deterministic())
     laplace = copy.deepcopy(base)
     sb.laplace(laplace, [(x, y)], prior=sb.Normal(1.0, 0.5))
-    near = sb.far(plain, [(x, y)])
+    near = sb.distance(plain, [(x, y)])
     shown = {
         "the trained network": sb.predict(plain, grid),
         "Laplace, linearised": sb.predict_linearised(laplace, grid, draws=100, seed=0),
     }
-    distance = sb.predict(plain, grid, far=near).distance
+    distance = sb.predict(plain, grid, distance=near).distance
     figure = Figure(figsize=(12, 3.7), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
     edge = (

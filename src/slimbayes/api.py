@@ -65,9 +65,9 @@ from slimbayes.posteriors.configs.weights import Radial as Radial
 from slimbayes.posteriors.configs.whole_modules import Ensemble as Ensemble
 from slimbayes.posteriors.configs.whole_modules import MCDropout as MCDropout
 from slimbayes.posteriors.configs.whole_modules import MemberNorm as MemberNorm
+from slimbayes.prediction.distance import Distance as Distance
+from slimbayes.prediction.distance import distance as distance
 from slimbayes.prediction.export import export as export
-from slimbayes.prediction.far import Far as Far
-from slimbayes.prediction.far import far as far
 from slimbayes.prediction.norms import refresh_norms as refresh_norms
 from slimbayes.prediction.predict import predict as predict
 from slimbayes.prediction.prediction import Prediction as Prediction

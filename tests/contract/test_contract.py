@@ -176,7 +176,7 @@ def test_neutral_factors_without_noise_give_the_plain_output(
     )
     if ANSWERS[method].exact and not case.written_out:
         alone = main_output(
-            sb.sample(model, x, fold=False)
+            sb.sample(model, x, parallel=False)
         )  # one draw at a time: the weight times exactly one
         assert torch.equal(alone, expected.expand_as(alone))
 
@@ -268,7 +268,7 @@ def test_a_held_draw_is_the_same_function_folded_or_alone(
     case = LAYERS[layer]
     model, x = convert(case.make(), method, case), case.input()
     dim = case.batch_dim
-    with sb.fixed_draws(model, 2 * sb.members(model)):
+    with sb.fixed_draws(model, 4):
         together = main_output(sb.sample(model, x))
         rows = [
             main_output(sb.sample(model, _row(x, i, dim))) for i in range(case.rows)
@@ -284,7 +284,9 @@ def test_every_posterior_parameter_gets_a_gradient(method: str, layer: str) -> N
     draws = (
         12 if (method, layer) in PICKED else 1
     )  # enough for every component to be picked
-    main_output(sb.sample(model, case.input(), draws=draws)).square().sum().backward()
+    main_output(
+        sb.sample(model, case.input(), draws=draws * sb.members(model))
+    ).square().sum().backward()
     for name, parameter in model.named_parameters():
         if ".posterior." in f".{name}" and not case.looks_up:
             assert (
@@ -405,7 +407,7 @@ def test_same_seed_same_output_and_draws_differ_in_eval_too(
 
     def run(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return main_output(sb.sample(model, x, draws=6))
+        return main_output(sb.sample(model, x, draws=12))
 
     assert torch.equal(run(1), run(1))
     assert not torch.equal(run(1), run(2))

@@ -74,7 +74,7 @@ class Losses(pl.Callback):
 @pytest.mark.slow
 def test_it_learns_judges_and_predicts(tmp_path: Path) -> None:
     module, seen = (
-        BayesModule(network(), num_data=240, optimizer=fast, predict_draws=4),
+        BayesModule(network(), num_data=240, optimizer=fast, predict_draws=8),
         Losses(),
     )
     runs = trainer(tmp_path, 15, callbacks=[seen])
@@ -91,7 +91,7 @@ def test_it_learns_judges_and_predicts(tmp_path: Path) -> None:
     ].count == 8
     # Logged scores are those of all rows at once, not means over batches: each row counts once.
     torch.manual_seed(5)
-    whole = sb.predict(module.model, blobs()[0], draws=256)
+    whole = sb.predict(module.model, blobs()[0], draws=512)
     assert tested["test_nll"] == pytest.approx(
         -whole.log_prob(blobs()[1]).mean().item(), abs=0.05
     )
@@ -158,7 +158,7 @@ def test_real_targets(tmp_path: Path) -> None:
         num_data=240,
         likelihood="gaussian",
         optimizer=fast,
-        noise=0.5,
+        likelihood_std=0.5,
     )
     runs = trainer(tmp_path, 20)
     runs.fit(module, loader(real=True))
@@ -191,7 +191,7 @@ def test_probabilities_for_labels_are_judged_by_their_cross_entropy(
     x, y = blobs()
     soft = 0.8 * nn.functional.one_hot(y, 3) + 0.2 / 3
     model = network(sb.BatchEnsemble(members=2))
-    runs, module = trainer(tmp_path, 1), BayesModule(model, 240, predict_draws=1)
+    runs, module = trainer(tmp_path, 1), BayesModule(model, 240, predict_draws=2)
     rows = DataLoader(TensorDataset(x, soft), batch_size=60)
     runs.fit(module, rows, rows)
     (tested,) = runs.test(module, rows, verbose=False)
@@ -211,7 +211,7 @@ def test_targets_that_train_are_judged(case: str, tmp_path: Path) -> None:
     rows = DataLoader(TensorDataset(x, y[:, None] if binary else y), batch_size=60)
     model = network(sb.BatchEnsemble(members=2), out=1 if binary else 3)
     module = BayesModule(
-        model, 240, "bernoulli" if binary else "categorical", predict_draws=1
+        model, 240, "bernoulli" if binary else "categorical", predict_draws=2
     )
     runs = trainer(tmp_path, 1)
     runs.fit(module, rows)

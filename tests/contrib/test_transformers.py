@@ -218,7 +218,7 @@ def test_evaluation_averages_draws_and_adapters_come_back(tmp_path: Path) -> Non
     options = arguments(tmp_path, num_train_epochs=2, save_strategy="epoch")
     own = {"compute_metrics": lambda found: {"rows": len(found.label_ids)}}
     trainer = BayesTrainer(
-        model, options, draws=3, train_dataset=ROWS, eval_dataset=ROWS, **own
+        model, options, draws=6, train_dataset=ROWS, eval_dataset=ROWS, **own
     )
     trainer.train()
     scores = trainer.evaluate()
@@ -304,7 +304,7 @@ def test_one_pass_and_chains_take_batches_with_labels() -> None:
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     near = sb.predict_linearised(model, inputs).probs
     torch.testing.assert_close(
-        near, sb.predict(model, inputs, draws=200, seed=0).probs, atol=0.05, rtol=0
+        near, sb.predict(model, inputs, draws=400, seed=0).probs, atol=0.05, rtol=0
     )
     walked = bert()
     sb.sample_posterior(
@@ -357,16 +357,16 @@ class Words:
 def test_texts_are_classified_with_uncertainty() -> None:
     model = sb.bayesianize(bert(), sb.Rank1(members=2, scale_init=0.3))
     found = classify(
-        model, Words(), ["3 4 5", "7 8", "9"], draws=5, batch_size=2, seed=0
+        model, Words(), ["3 4 5", "7 8", "9"], draws=10, batch_size=2, seed=0
     )
     assert len(found) == 3
     for one in found:
         assert one["label"] in ("bad", "good") and 0.5 <= one["score"] <= 1
         assert 0 < one["mutual_information"] < one["entropy"] <= math.log(2) + 1e-6
-    alone = classify(model, Words(), ["9"], draws=5, seed=0)
+    alone = classify(model, Words(), ["9"], draws=10, seed=0)
     assert alone[0]["score"] == pytest.approx(found[2]["score"], abs=1e-4)
     assert (
-        classify(model, Words(), "9", draws=5, seed=0) == alone
+        classify(model, Words(), "9", draws=10, seed=0) == alone
     )  # one text, not its letters
     model.config.problem_type = "multi_label_classification"
     with pytest.raises(
@@ -389,7 +389,7 @@ def test_generated_tokens_have_uncertainty() -> None:
         eos_token_id=1,
         pad_token_id=0,
     )
-    found = generate(model, prompts, config, draws=4, seed=0)
+    found = generate(model, prompts, config, draws=8, seed=0)
     assert found.sequences.shape[0] == 4 and torch.equal(
         found.sequences[::2, :3], prompts["input_ids"]
     )
@@ -430,7 +430,7 @@ def test_generated_tokens_have_uncertainty() -> None:
         point,
         prompts,
         GenerationConfig(max_new_tokens=3, eos_token_id=1, pad_token_id=0),
-        draws=1,
+        draws=2,
     )
     assert bool((certain.mutual_information.abs() < 1e-5).all())
 
@@ -468,7 +468,7 @@ def test_sequences_are_those_of_their_members_alone(make: Any, beams: int) -> No
         pad_token_id=0,
         decoder_start_token_id=0,
     )
-    found = generate(model, prompts, how, draws=1)
+    found = generate(model, prompts, how, draws=3)
     alone = [sb.materialize(copy.deepcopy(model), member=k) for k in range(3)]
     written = [one.generate(**prompts, generation_config=how) for one in alone]
     own = [
@@ -613,7 +613,7 @@ def test_a_config_without_an_end_has_the_model_s() -> None:
     model = sb.bayesianize(gpt(), sb.BatchEnsemble(members=2))
     config = GenerationConfig(max_new_tokens=24, do_sample=True, pad_token_id=2)
     torch.manual_seed(0)
-    found = generate(model, {"input_ids": torch.full((6, 2), 3)}, config, draws=1)
+    found = generate(model, {"input_ids": torch.full((6, 2), 3)}, config, draws=2)
     new = found.sequences[:, 2:].tolist()
     assert found.mask.sum(1).tolist() == [
         words.index(1) + 1 if 1 in words else len(words) for words in new

@@ -275,7 +275,7 @@ def test_noise_that_was_learned_by_another_rule_is_told(
 ) -> None:
     plain, x = nn.Linear(4, 2), torch.randn(5, 4)
     folder = sb.save(sb.bayesianize(copy.deepcopy(plain), sb.Rank1()), tmp_path / "now")
-    options: Any = {"likelihood": "heteroscedastic_gaussian", "scale": 1.0}
+    options: Any = {"likelihood": "heteroscedastic_gaussian", "likelihood_std": 1.0}
     sb.predict(sb.load(copy.deepcopy(plain), folder), x, **options)  # without a word
     config = json.loads((folder / "config.json").read_text())
     config.pop("noise_rule")

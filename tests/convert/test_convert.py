@@ -292,7 +292,7 @@ def test_rows_that_do_not_fit_the_asked_layout_are_refused() -> None:
     model = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(members=4))
     with pytest.raises(
         ValueError,
-        match=r"4 draws .* evenly, but the batch has 6 rows. Use a multiple of 4",
+        match=r"4 draws evenly, but the batch has 6 rows. Use a multiple of 4",
     ):
         sb.sample(model, torch.randn(6, 3), rows="split")
     assert sb.sample(model, torch.randn(8, 3), rows="split").shape == (4, 2, 2)
@@ -305,8 +305,10 @@ def test_split_rows_go_to_their_members() -> None:
     )
     every = sb.sample(model, x)
     wanted = torch.stack([every[k, 2 * k : 2 * k + 2] for k in range(4)])
-    for fold in ("auto", False):
-        torch.testing.assert_close(sb.sample(model, x, rows="split", fold=fold), wanted)
+    for parallel in ("auto", False):
+        torch.testing.assert_close(
+            sb.sample(model, x, rows="split", parallel=parallel), wanted
+        )
 
 
 class Mixer(nn.Module):
@@ -334,9 +336,9 @@ def test_an_input_without_recognisable_rows_names_layer_shape_and_remedy_and_run
         model(x)
     with pytest.raises(
         ValueError,
-        match=r"fold=True: the draws of this model cannot share a forward: inner: ",
+        match=r"parallel=True: the draws of this model cannot share a forward: inner: ",
     ):
-        sb.sample(model, x, draws=3, fold=True)
+        sb.sample(model, x, draws=3, parallel=True)
     with sb.fixed_draws(model, 3):
         y = sb.sample(model, x)
         assert len(y.flatten(1).unique(dim=0)) == 3
@@ -368,7 +370,7 @@ def test_rows_inside_a_sequence_first_part_are_found() -> None:
         )
         with sb.fixed_draws(other):
             for j, drawn in enumerate(
-                sb.sample(other, x, fold=True)
+                sb.sample(other, x, parallel=True)
             ):  # a draw keeps to its rows at every step
                 torch.testing.assert_close(drawn, sb.materialize(other, draw=j)(x))
         assert not torch.allclose(y[:, 0], y[:, 1], atol=1e-3)  # each row its own draw
@@ -657,7 +659,8 @@ def test_a_compiled_model_takes_other_numbers_of_draws() -> None:
     compiled, x = torch.compile(model, backend="eager"), torch.randn(6, 8)
     for draws in (1, 2, 3):
         torch.testing.assert_close(
-            sb.sample(compiled, x, draws=draws), sb.sample(model, x, draws=draws)
+            sb.sample(compiled, x, draws=draws * sb.members(compiled)),
+            sb.sample(model, x, draws=draws * sb.members(model)),
         )
 
 
@@ -722,7 +725,7 @@ def test_parts_whose_weights_cannot_be_drawn_stay_and_the_summary_says_why() -> 
     text = str(sb.summary(model))
     assert "TorchScript" in text and "complex" in text
     folded = sb.sample(model, x, seed=1)
-    torch.testing.assert_close(folded, sb.sample(model, x, seed=1, fold=False))
+    torch.testing.assert_close(folded, sb.sample(model, x, seed=1, parallel=False))
     with pytest.raises(ValueError, match="complex"):
         sb.bayesianize(Halves(), sb.Rank1(members=2), strict=True)
 

@@ -437,9 +437,9 @@ def test_layers_of_integers_take_factors(tmp_path: Path) -> None:
             sb.bayesianize(net, sb.Rank1(members=2, scale_init=0.1), train="posterior")
         )
     for run in (
-        lambda net: sb.sample(net, x, draws=3, seed=1),
-        lambda net: sb.sample(net, x, seed=1, fold=False),
-        lambda net: sb.predict(net, x, draws=3, seed=1).probs,
+        lambda net: sb.sample(net, x, draws=6, seed=1),
+        lambda net: sb.sample(net, x, seed=1, parallel=False),
+        lambda net: sb.predict(net, x, draws=6, seed=1).probs,
     ):
         torch.testing.assert_close(run(nets[0]), run(nets[1]), rtol=1e-4, atol=1e-5)
     net = nets[0]

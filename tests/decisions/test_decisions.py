@@ -10,25 +10,25 @@ from scipy import stats
 from torch import Tensor
 
 import slimbayes as sb
-from slimbayes.decisions import Abstention, Conformal, CVPlus, Temperature
+from slimbayes.decisions import Abstention, Conformal, CVPlus, TemperatureScaling
 
 S, N, C = 4, 200, 3
 
 
 def real(mean: Tensor, scale: Any = 1.0) -> sb.Prediction:
-    return sb.Prediction.from_outputs(mean[None], "gaussian", scale=scale)
+    return sb.Prediction.from_outputs(mean[None], "gaussian", likelihood_std=scale)
 
 
 def classes(logits: Tensor) -> sb.Prediction:
     return sb.Prediction.from_outputs(logits[None] if logits.dim() == 2 else logits)
 
 
-# Temperature ----------------------------------------------------------------------------------------------------------
+# TemperatureScaling ---------------------------------------------------------------------------------------------------
 
 
 def test_the_temperature_of_one_normal_is_the_root_mean_square_residual() -> None:
     mean, y = torch.randn(N).double(), torch.randn(N).double()
-    found = Temperature.fit(real(mean, 0.5), y)
+    found = TemperatureScaling.fit(real(mean, 0.5), y)
     assert found.temperature == pytest.approx(
         float(((y - mean) / 0.5).square().mean().sqrt()), rel=1e-4
     )
@@ -45,9 +45,9 @@ def test_rows_that_leave_the_temperature_open_are_told_of() -> None:
         sb.SlimbayesWarning,
         match="No temperature between 0.01 and 100 is best, so 0.01 was taken",
     ):
-        low = Temperature.fit(sure, torch.zeros(5, dtype=torch.long))
+        low = TemperatureScaling.fit(sure, torch.zeros(5, dtype=torch.long))
     with pytest.warns(sb.SlimbayesWarning, match="so 100 was taken"):
-        high = Temperature.fit(sure, torch.ones(5, dtype=torch.long))
+        high = TemperatureScaling.fit(sure, torch.ones(5, dtype=torch.long))
     assert low.temperature < 0.02 and high.temperature > 50
 
 
@@ -58,11 +58,13 @@ def test_the_temperature_of_classes_undoes_logits_that_were_sharpened() -> None:
     y = torch.multinomial(
         logits.softmax(-1), 1, generator=torch.Generator().manual_seed(1)
     )[:, 0]
-    assert Temperature.fit(classes(3 * logits), y).temperature == pytest.approx(
+    assert TemperatureScaling.fit(classes(3 * logits), y).temperature == pytest.approx(
         3, rel=0.1
     )
     draws = torch.stack([3 * logits, 3 * logits + 1])  # a constant changes nothing
-    assert Temperature.fit(classes(draws), y).temperature == pytest.approx(3, rel=0.1)
+    assert TemperatureScaling.fit(classes(draws), y).temperature == pytest.approx(
+        3, rel=0.1
+    )
 
 
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
@@ -79,21 +81,24 @@ def test_a_prediction_at_a_temperature_is_that_of_the_scaled_outputs(
         else (outputs[0] > 0).long()
     ) * (torch.rand(N) > 0.3)
     y = y if likelihood != "gaussian" else torch.randn(N).double()
-    options: Any = {"members": 2, "scale": 0.1, "weights": [0.25, 0.75]}
+    options: Any = {"members": 2, "likelihood_std": 0.1, "weights": [0.25, 0.75]}
     pred = sb.Prediction.from_outputs(outputs, likelihood, **options)
     for name in ("mean", "aleatoric", "epistemic", "by_draw"):
         torch.testing.assert_close(
-            getattr(Temperature(1.0)(pred), name), getattr(pred, name)
+            getattr(TemperatureScaling(1.0)(pred), name), getattr(pred, name)
         )
-    fitted = Temperature.fit(pred, y)
+    fitted = TemperatureScaling.fit(pred, y)
     best = -fitted(pred).log_prob(y).mean()
     for factor in (0.9, 1.1):
-        assert best < -Temperature(factor * fitted.temperature)(pred).log_prob(y).mean()
+        assert (
+            best
+            < -TemperatureScaling(factor * fitted.temperature)(pred).log_prob(y).mean()
+        )
     if likelihood != "gaussian":
         other = sb.Prediction.from_outputs(outputs / 2, likelihood, **options)
         for name in ("mean", "aleatoric", "epistemic", "member_mean"):
             torch.testing.assert_close(
-                getattr(Temperature(2.0)(pred), name), getattr(other, name)
+                getattr(TemperatureScaling(2.0)(pred), name), getattr(other, name)
             )
 
 
@@ -372,11 +377,11 @@ def test_rows_that_are_equally_sure_are_judged_together_in_whatever_order(
             "take kind='absolute'",
         ),
         (
-            lambda p, y: Temperature(0.0),
+            lambda p, y: TemperatureScaling(0.0),
             "temperature must be positive and finite, got 0.0",
         ),
         (
-            lambda p, y: Temperature(2.0)(
+            lambda p, y: TemperatureScaling(2.0)(
                 sb.Prediction(**{**vars(p), "by_draw": None})
             ),
             "keep_samples=True",

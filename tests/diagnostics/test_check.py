@@ -119,7 +119,7 @@ def test_k_hat_speaks_of_the_posterior() -> None:
             net.posterior["weight"].weight_log_scale.fill_(
                 math.log(factor / math.sqrt(precision))
             )  # type: ignore[index]
-        found[name] = check(net, x, y, "gaussian", noise=1.0)
+        found[name] = check(net, x, y, "gaussian", likelihood_std=1.0)
     assert (
         found["exact"].k_hat is not None and found["exact"].k_hat.verdict == "reliable"
     )

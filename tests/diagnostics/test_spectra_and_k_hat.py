@@ -324,7 +324,7 @@ def test_a_model_that_has_run_goes_on_after_its_posteriors_changed_class() -> No
     fresh = copy.deepcopy(net)
     torch.testing.assert_close(sb.kl(net), sb.kl(fresh))
     torch.testing.assert_close(
-        sb.sample(net, x, draws=2, fold=True, seed=1),
+        sb.sample(net, x, draws=2, parallel=True, seed=1),
         sb.sample(fresh, x, draws=2, seed=1),
     )
     assert all(
@@ -595,9 +595,10 @@ def test_without_data_the_mean_log_ratio_is_minus_the_kl(config: sb.Config) -> N
     net = sb.bayesianize(
         nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), config
     )
-    ratios = dg.log_ratios(net, none, draws=6000, chunk=1000)
-    assert ratios.shape == (config.members, 6000)
-    total = ratios.sum(0)  # the KL is summed over members too
+    ratios = dg.log_ratios(net, none, draws=6000 * config.members, chunk=1000)
+    assert ratios.shape == (6000 * config.members,)
+    # The KL is summed over members too; draw j belongs to member j mod K.
+    total = ratios.unflatten(0, (6000, config.members)).sum(1)
     error = total.std() / math.sqrt(6000)
     assert total.mean() == pytest.approx(
         -float(sb.kl(net).detach()), abs=5 * float(error)
@@ -613,7 +614,9 @@ def test_ratios_of_members_and_of_capped_biases_are_their_own() -> None:
     with torch.no_grad():
         factor.loc[1] = 3.0
     apart = kl(factor.distribution(), factor.prior).detach().flatten(1).sum(1)
-    found = dg.log_ratios(net, none, draws=3000, chunk=7).mean(1)
+    found = (
+        dg.log_ratios(net, none, draws=12_000, chunk=7).unflatten(0, (-1, 2)).mean(0)
+    )
     torch.testing.assert_close(found.float(), -apart, rtol=0.02, atol=0.1)
     net = sb.bayesianize(
         nn.Sequential(nn.Linear(4, 3)),
@@ -621,7 +624,7 @@ def test_ratios_of_members_and_of_capped_biases_are_their_own() -> None:
     )
     with torch.no_grad():
         net[0].posterior["weight"].bias_log_scale.fill_(1.0)
-    ratios = dg.log_ratios(net, none, draws=4000, chunk=1000)[0]
+    ratios = dg.log_ratios(net, none, draws=4000, chunk=1000)
     assert ratios.mean() == pytest.approx(
         -float(sb.kl(net).detach()), abs=5 * float(ratios.std()) / math.sqrt(4000)
     )
@@ -632,7 +635,7 @@ def test_rows_that_stay_as_they_are_have_no_ratio() -> None:
     net = sb.bayesianize(
         nn.Sequential(nn.Embedding(3, 4, padding_idx=0)), sb.MeanField(scale_init=0.1)
     )
-    ratios = dg.log_ratios(net, none, draws=2000, chunk=1000)[0]
+    ratios = dg.log_ratios(net, none, draws=2000, chunk=1000)
     assert ratios.mean() == pytest.approx(
         -float(sb.kl(net).detach()), abs=5 * float(ratios.std()) / math.sqrt(2000)
     )
@@ -643,7 +646,7 @@ def test_empirical_bayes_ratios_differ_from_the_kl_by_the_hyperprior() -> None:
     net = sb.bayesianize(
         nn.Sequential(nn.Linear(4, 3)), sb.MeanField(prior=prior, scale_init=0.1)
     )
-    ratios = dg.log_ratios(net, none, draws=4000, chunk=1000)[0]
+    ratios = dg.log_ratios(net, none, draws=4000, chunk=1000)
     mean, scale = net[0].weight.detach(), sigma(net, "0.weight")
     variance = (scale.square().sum() + mean.square().sum() + 2 * prior.rate) / (
         12 + 2 * prior.concentration + 2
@@ -681,7 +684,7 @@ def test_the_exact_posterior_has_constant_ratios() -> None:
     net, log_likelihood = regression(1.0, features=3)
     ratios = dg.log_ratios(net, log_likelihood, draws=100)
     torch.testing.assert_close(
-        ratios, ratios[:, :1].expand_as(ratios), rtol=1e-10, atol=1e-10
+        ratios, ratios[:1].expand_as(ratios), rtol=1e-10, atol=1e-10
     )
     report = dg.k_hat(net, log_likelihood, draws=100)
     assert report.k == -math.inf and report.verdict == "reliable"
@@ -710,7 +713,7 @@ def test_k_hat_of_many_weights_and_of_members() -> None:
     report = dg.k_hat(
         net,
         lambda model: -0.5 * (sb.sample(model, x) - y).square().sum((1, 2)),
-        draws=50,
+        draws=150,
     )
     assert len(report.members) == 3 and report.k == max(report.members)
     assert report.threshold == pytest.approx(
@@ -724,7 +727,7 @@ def test_k_hat_refuses_what_it_cannot_judge() -> None:
     with pytest.raises(ValueError, match=r"a tensor of shape \(16,\), got \(\)"):
         dg.k_hat(net, lambda model: torch.tensor(1.0), draws=50)
     assert net.training and all(m.training for m in net.modules())
-    with pytest.raises(ValueError, match="at least 25 draws, got draws=10"):
+    with pytest.raises(ValueError, match="at least 25 draws .* got draws=10"):
         dg.k_hat(net, none, draws=10)
     with pytest.raises(
         TypeError,

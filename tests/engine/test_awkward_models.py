@@ -52,9 +52,6 @@ DROPS = [
     "dropout-time-major",
     "transformer-dropout",
 ]  # models with dropout layers, for MCDropout
-DRAWS = {
-    name: S // getattr(config, "members", 3) for name, config in METHODS.items()
-} | {"mc-dropout": S}  # S draws in all
 MEMBERS = [
     "batch-ensemble",
     "ensemble",
@@ -172,14 +169,14 @@ def test_held_draws_are_written_out_models_in_any_fold(name: str, method: str) -
         assert_draws(outputs, plains, args, kwargs)
         assert_equal(sb.sample(model, *args, **kwargs), outputs, "the second call")
         assert_equal(
-            sb.sample(model, *args, fold=False, **kwargs), outputs, "one by one"
+            sb.sample(model, *args, parallel=False, **kwargs), outputs, "one by one"
         )
         try:
-            folded = sb.sample(model, *args, fold=True, **kwargs)
+            folded = sb.sample(model, *args, parallel=True, **kwargs)
             assert_equal(
                 folded,
                 outputs,
-                "fold=True neither equals the draws one by one nor refuses",
+                "parallel=True neither equals the draws one by one nor refuses",
             )
         except ValueError:
             assert case.folds is not True
@@ -198,30 +195,26 @@ def test_held_draws_are_written_out_models_in_any_fold(name: str, method: str) -
 def test_one_seed_gives_the_same_draws_in_any_fold(name: str, method: str) -> None:
     model, args, kwargs, _ = built(name, method)
     with quietly():
-        expected = seeded(
-            sb.sample, model, *args, draws=DRAWS[method], fold=False, **kwargs
-        )
+        expected = seeded(sb.sample, model, *args, draws=S, parallel=False, **kwargs)
         assert all(t.shape[0] == S for t in leaves(expected))
         assert_equal(
-            seeded(sb.sample, model, *args, draws=DRAWS[method], **kwargs),
+            seeded(sb.sample, model, *args, draws=S, **kwargs),
             expected,
             "auto, first time",
         )
         assert_equal(
-            seeded(sb.sample, model, *args, draws=DRAWS[method], **kwargs),
+            seeded(sb.sample, model, *args, draws=S, **kwargs),
             expected,
             "auto, second time",
         )
         try:
-            folded = seeded(
-                sb.sample, model, *args, draws=DRAWS[method], fold=True, **kwargs
-            )
+            folded = seeded(sb.sample, model, *args, draws=S, parallel=True, **kwargs)
         except ValueError:
             return
         assert_equal(
             folded,
             expected,
-            "fold=True neither equals the draws one by one nor refuses",
+            "parallel=True neither equals the draws one by one nor refuses",
         )
 
 
@@ -229,10 +222,15 @@ def test_one_seed_gives_the_same_draws_in_any_fold(name: str, method: str) -> No
 def test_training_is_the_same_in_any_fold(name: str, method: str) -> None:
     model, args, kwargs, _ = built(name, method, "train")
     results = []
-    for fold in (False, "auto"):
+    for parallel in (False, "auto"):
         with quietly():
             outputs = seeded(
-                sb.sample, model, *args, draws=DRAWS[method], fold=fold, **kwargs
+                sb.sample,
+                model,
+                *args,
+                draws=S,
+                parallel=parallel,
+                **kwargs,
             )
         parameters = [p for p in model.parameters() if p.requires_grad]
         loss = sum(t.square().mean() for t in leaves(outputs) if t.is_floating_point())
@@ -258,7 +256,7 @@ def test_predictions_are_of_written_out_models_in_any_fold(
     model, args, kwargs, _ = built(name, method, "train")
     x = kwargs if kwargs else tuple(args)
     output = "logits" if name == "loss-and-logits" else None
-    options: Any = {"draws": DRAWS[method], "likelihood": "gaussian"}
+    options: Any = {"draws": S, "likelihood": "gaussian"}
     with quietly():
         with sb.fixed_draws(model, S):
             plains = held(model, S)
@@ -270,7 +268,7 @@ def test_predictions_are_of_written_out_models_in_any_fold(
             predicted,
             torch.stack([_first(plain.eval()(*args, **kwargs)) for plain in plains]),
         )
-        expected = seeded(sb.predict, model, x, fold=False, **options)
+        expected = seeded(sb.predict, model, x, parallel=False, **options)
         assert_equal(seeded(sb.predict, model, x, **options).samples, expected.samples)
 
 
@@ -314,7 +312,7 @@ def test_rows_of_a_bare_call_are_shared_out_among_members() -> None:
 def test_held_dropout_is_the_same_in_any_fold(name: str) -> None:
     model, args, kwargs, _ = built(name, "mc-dropout")
     with quietly(), sb.fixed_draws(model, S):
-        one_by_one = sb.sample(model, *args, fold=False, **kwargs)
+        one_by_one = sb.sample(model, *args, parallel=False, **kwargs)
         assert_equal(sb.sample(model, *args, **kwargs), one_by_one)
         assert_equal(
             sb.predict(model, (*args, *kwargs.values()), likelihood="gaussian").samples,
@@ -330,7 +328,7 @@ def test_held_dropout_is_the_same_in_any_fold(name: str) -> None:
 def test_dropout_of_one_seed_is_the_same_in_any_fold(name: str) -> None:
     model, args, kwargs, _ = built(name, "mc-dropout")
     with quietly():
-        expected = seeded(sb.sample, model, *args, draws=S, fold=False, **kwargs)
+        expected = seeded(sb.sample, model, *args, draws=S, parallel=False, **kwargs)
         assert_equal(seeded(sb.sample, model, *args, draws=S, **kwargs), expected)
 
 
@@ -348,13 +346,13 @@ def test_a_model_that_cannot_fold_says_so_once_and_refuses_to_be_forced(
     with quietly() as said:
         sb.sample(model, *args, **kwargs)
         sb.sample(model, *args, **kwargs)
-        sb.sample(model, *args, fold=False, **kwargs)
+        sb.sample(model, *args, parallel=False, **kwargs)
     assert len(said) == 1, said
-    assert "fold" in said[0].lower() or "batch_dim" in said[0], (
+    assert "parallel" in said[0].lower() or "batch_dim" in said[0], (
         "the warning names no remedy"
     )
     with pytest.raises(ValueError), quietly():
-        sb.sample(model, *args, fold=True, **kwargs)
+        sb.sample(model, *args, parallel=True, **kwargs)
 
 
 @asked(of=lambda case: case.folds is True)
@@ -362,12 +360,12 @@ def test_a_model_that_cannot_fold_says_so_once_and_refuses_to_be_forced(
 def test_a_model_that_folds_says_nothing(name: str, method: str) -> None:
     model, args, kwargs, _ = built(name, method)
     with quietly() as said:
-        outputs = seeded(sb.sample, model, *args, draws=DRAWS[method], **kwargs)
+        outputs = seeded(sb.sample, model, *args, draws=S, **kwargs)
         assert_equal(
-            seeded(sb.sample, model, *args, draws=DRAWS[method], fold=True, **kwargs),
+            seeded(sb.sample, model, *args, draws=S, parallel=True, **kwargs),
             outputs,
         )
-        sb.predict(model, *args, draws=DRAWS[method])
+        sb.predict(model, *args, draws=S)
     assert said == []
 
 

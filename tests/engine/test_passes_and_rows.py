@@ -106,7 +106,7 @@ def test_eight_threads_predict_what_one_does(known: bool) -> None:
     model[4].eval()  # flags that differ
     xs = [torch.randn(rows, 4) for rows in (1, 2, 3, 4, 5, 8, 12)]
     reference = copy.deepcopy(model)
-    expected = [sb.predict(reference, x, draws=2).samples for x in xs]
+    expected = [sb.predict(reference, x, draws=6).samples for x in xs]
     if known:
         sb.predict(model, xs[3])
     flags, buffers = (
@@ -119,7 +119,7 @@ def test_eight_threads_predict_what_one_does(known: bool) -> None:
         start.wait()
         for turn in range(2 * len(xs)):
             k = (i + turn) % len(xs)
-            close(sb.predict(model, xs[k], draws=2).samples, expected[k])
+            close(sb.predict(model, xs[k], draws=6).samples, expected[k])
             assert passes.innermost() is None
 
     with ThreadPoolExecutor(8) as pool:
@@ -141,10 +141,10 @@ def test_threads_keep_bare_calls_and_samples_apart() -> None:
             if i % 3 == 0:
                 assert model(x).shape == (6, 3)
             elif i % 3 == 1:
-                assert sb.sample(model, x, draws=2).shape == (4, 6, 3)
+                assert sb.sample(model, x, draws=4).shape == (4, 6, 3)
             else:
                 with sb.fixed_draws(model, 4):
-                    close(sb.sample(model, x), sb.sample(model, x, fold=False))
+                    close(sb.sample(model, x), sb.sample(model, x, parallel=False))
 
     with torch.no_grad(), ThreadPoolExecutor(6) as pool:
         for done in [pool.submit(serve, i) for i in range(6)]:
@@ -221,7 +221,7 @@ def test_an_interrupt_inside_a_layer_leaves_nothing_open(
     calls: dict[str, Callable[[], Any]] = {
         "bare": lambda: model(x),
         "sample": lambda: sb.sample(model, x),
-        "loop": lambda: sb.sample(model, x, fold=False),
+        "loop": lambda: sb.sample(model, x, parallel=False),
         "predict": lambda: sb.predict(model, x),
     }
 
@@ -297,7 +297,7 @@ def test_a_converted_model_may_call_another_in_its_forward(method: str) -> None:
     with torch.no_grad():
         assert outer(x).shape == (6, 3)
         assert differ(outer(x), outer(x))
-        assert sb.predict(outer, x, draws=2).samples.shape == (4, 6, 3)
+        assert sb.predict(outer, x, draws=4).samples.shape == (4, 6, 3)
     inner(x).sum().backward()
 
 
@@ -363,8 +363,8 @@ def test_checkpointing_gives_the_gradients_of_the_same_draws(
         torch.manual_seed(4)
         calls: dict[str, Callable[[], Tensor]] = {
             "bare": lambda model=model: model(x),
-            "sample": lambda model=model: sb.sample(model, x, draws=2),
-            "loop": lambda model=model: sb.sample(model, x, draws=2, fold=False),
+            "sample": lambda model=model: sb.sample(model, x, draws=4),
+            "loop": lambda model=model: sb.sample(model, x, draws=4, parallel=False),
         }
         run = calls.get(call, calls["bare" if call == "fixed-bare" else "sample"])
 
@@ -386,7 +386,7 @@ def test_checkpointing_gives_the_gradients_of_the_same_draws(
             loss.backward()
 
         if call.startswith("fixed"):
-            with sb.fixed_draws(model, 2 * sb.members(model)):
+            with sb.fixed_draws(model, 4):
                 one()
         else:
             one()
@@ -447,7 +447,7 @@ def test_copies_are_models_of_their_own(method: str, how: Callable[[Any], Any]) 
     for one in (model, before, after):
         torch.manual_seed(7)
         with torch.no_grad():
-            outputs.append(sb.sample(one, x, draws=2))
+            outputs.append(sb.sample(one, x, draws=2 * sb.members(one)))
         close(outputs[-1], outputs[0])
     with torch.no_grad(), sb.fixed_draws(model):
         held = sb.sample(model, x)
@@ -550,9 +550,9 @@ def test_whole_graphs_after_one_call(
             x = torch.randn(rows, 4)
             if call == "sample":
                 torch.manual_seed(2)
-                expected = sb.sample(model, x, draws=2)
+                expected = sb.sample(model, x, draws=4)
                 torch.manual_seed(2)
-                close(sb.sample(compiled, x, draws=2), expected)
+                close(sb.sample(compiled, x, draws=4), expected)
             elif call == "fixed":
                 with sb.fixed_draws(model, 2):
                     close(sb.sample(compiled, x), sb.sample(model, x))
@@ -596,9 +596,9 @@ def test_graphs_in_parts_need_no_call_before() -> None:
     with torch.no_grad():
         assert compiled(x).shape == (6, 3)
         torch.manual_seed(2)
-        expected = sb.sample(model, x, draws=2)
+        expected = sb.sample(model, x, draws=4)
         torch.manual_seed(2)
-        close(sb.sample(compiled, x, draws=2), expected)
+        close(sb.sample(compiled, x, draws=4), expected)
 
 
 # The proof of rows ----------------------------------------------------------------------------------------------------
@@ -880,7 +880,7 @@ def test_rows_that_feel_each_other_within_a_batch_fold_but_are_not_apart(
     assert layout.folds
     assert not layout.rowwise
     with torch.no_grad():
-        close(sb.sample(model, *args), sb.sample(model, *args, fold=False))
+        close(sb.sample(model, *args), sb.sample(model, *args, parallel=False))
         with pytest.raises(ValueError, match="told apart"):
             sb.sample(model, *args, rows="split")
         with sb.fixed_draws(model):
@@ -904,8 +904,8 @@ def test_where_folding_is_wrong_draws_run_one_by_one_and_right(name: str) -> Non
                 strict=True,
             ):
                 close(one[j], other)
-    with pytest.raises(ValueError, match="fold=True"):
-        sb.sample(model, *args, fold=True)
+    with pytest.raises(ValueError, match="parallel=True"):
+        sb.sample(model, *args, parallel=True)
     with pytest.raises(ValueError, match="told apart"):
         sb.sample(model, *args, rows="split")
 
@@ -927,7 +927,7 @@ def test_rows_that_act_on_each_other_within_pairs_do_not_fold() -> None:
     assert not layout.rowwise
     assert "row" in layout.why
     with torch.no_grad():
-        close(sb.sample(model, *args), sb.sample(model, *args, fold=False))
+        close(sb.sample(model, *args), sb.sample(model, *args, parallel=False))
         with pytest.raises(ValueError, match="told apart"):
             sb.sample(model, *args, rows="split")
         out = model(*args)
@@ -960,7 +960,7 @@ def test_packed_sequences_fold(enforce: bool) -> None:
     assert layout.folds, layout.why
     assert layout.rowwise, layout.why
     with torch.no_grad():
-        close(sb.sample(model, packed), sb.sample(model, packed, fold=False))
+        close(sb.sample(model, packed), sb.sample(model, packed, parallel=False))
 
 
 class Counting(nn.Module):
@@ -993,7 +993,7 @@ def test_a_proof_leaves_no_trace(mode: bool, kind: str) -> None:
         model.norm = nn.Sequential(model.norm, Net(lambda m, x: x.view(6, 8)))
     model.train(mode)
     inputs = torch.randn(6, 4, requires_grad=True)
-    sb.sample(model, inputs.detach(), fold=False).sum().backward()
+    sb.sample(model, inputs.detach(), parallel=False).sum().backward()
     before = {
         n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
     }
@@ -1060,7 +1060,7 @@ def test_no_coincidence_of_sizes_changes_a_result(draws: int) -> None:
         )
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            expected = sb.sample(model, values, mask, fold=False)
+            expected = sb.sample(model, values, mask, parallel=False)
             close(sb.sample(model, values, mask), expected)
             fresh = copy.deepcopy(
                 model
@@ -1085,7 +1085,7 @@ def test_layouts_are_kept_and_found_again_after_surgery(
 
     def check(count: int) -> None:
         with torch.no_grad():
-            close(sb.sample(model, values), sb.sample(model, values, fold=False))
+            close(sb.sample(model, values), sb.sample(model, values, parallel=False))
             model(values)
             sb.sample(model, torch.randn(2, 4))
         assert len(proofs) == count
@@ -1100,7 +1100,7 @@ def test_layouts_are_kept_and_found_again_after_surgery(
     check(4)
     model[1] = Net(lambda m, h: h.cumsum(0))
     with torch.no_grad(), pytest.warns(UserWarning, match="draw by draw"):
-        close(sb.sample(model, values), sb.sample(model, values, fold=False))
+        close(sb.sample(model, values), sb.sample(model, values, parallel=False))
     assert len(proofs) == 5
     model[1] = nn.Tanh()
     model.eval()  # new parts would train
@@ -1279,7 +1279,7 @@ def test_tied_weights_have_one_posterior_one_kl_and_one_draw(method: str) -> Non
             plain = sb.materialize(model, draw=j)
             assert plain.a.weight is plain.b.weight
             close(plain(values), out)
-        close(sb.sample(model, values, fold=False), outputs)
+        close(sb.sample(model, values, parallel=False), outputs)
 
 
 # Layers of types nobody knows -----------------------------------------------------------------------------------------
@@ -1328,7 +1328,7 @@ def test_an_unknown_layer_runs_its_own_forward_with_drawn_weights(
         )  # two draws may pick one component
         expected = torch.stack([p(values) for p in plain])
         close(held, expected)
-        close(sb.sample(model, values, fold=False), expected)
+        close(sb.sample(model, values, parallel=False), expected)
         close(sb.predict(model, values, likelihood="gaussian").samples, expected)
         blocks = block_of_row(rows, len(held))
         close(model(values), expected[blocks, torch.arange(rows)])
@@ -1459,12 +1459,16 @@ def test_modules_with_rowless_parts_are_not_shared_wrongly(draws: int) -> None:
     sb.bayesianize(model, MEMBERS, include="b")
     values, table = torch.randn(6, 4), torch.randn(5)
     close(
-        sb.predict(model, (values, table), draws=draws).samples,
-        sb.predict(model, (values, table), draws=draws, share=False).samples,
+        sb.predict(model, (values, table), draws=draws * sb.members(model)).samples,
+        sb.predict(
+            model, (values, table), draws=draws * sb.members(model), share=False
+        ).samples,
     )
     close(
-        sb.predict(model, (values, table), draws=draws, fold=False).samples,
-        sb.predict(model, (values, table), draws=draws).samples,
+        sb.predict(
+            model, (values, table), draws=draws * sb.members(model), parallel=False
+        ).samples,
+        sb.predict(model, (values, table), draws=draws * sb.members(model)).samples,
     )
 
 
@@ -1481,7 +1485,7 @@ def test_held_masks_are_the_same_in_every_call(config: Any) -> None:
         first = sb.sample(model, values)
         for _ in range(3):
             close(sb.sample(model, values), first)
-        close(sb.sample(model, values, fold=False), first)
+        close(sb.sample(model, values, parallel=False), first)
     assert differ(first[0], first[1])
 
 
@@ -1601,7 +1605,7 @@ def test_an_input_of_one_row_stands_for_all(first: int) -> None:
         warnings.simplefilter("ignore")
         for rows in (first, 1, 6, 1):
             values, context = torch.randn(6, 4), torch.randn(rows, 4)
-            expected = sb.sample(model, values, context, fold=False)
+            expected = sb.sample(model, values, context, parallel=False)
             assert expected.shape == (3, 6, 3)
             close(sb.sample(model, values, context), expected)
             assert model(values, context).shape == (6, 3)
@@ -1626,7 +1630,7 @@ def test_modules_with_noise_of_their_own_are_not_shared() -> None:
         include="b",
     )
     samples = sb.predict(
-        model, torch.randn(6, 4), draws=4, likelihood="gaussian"
+        model, torch.randn(6, 4), draws=8, likelihood="gaussian"
     ).samples
     assert len(torch.unique(samples.flatten(1).round(decimals=5), dim=0)) == 8
 
@@ -1639,11 +1643,11 @@ def test_modules_that_run_ahead_run_once_for_all_draws() -> None:
     )
     sb.bayesianize(model, MEMBERS, include="b")
     values = torch.randn(6, 4)
-    expected = sb.predict(model, values, draws=2, share=False).samples
+    expected = sb.predict(model, values, draws=6, share=False).samples
     del seen[:]
-    close(sb.predict(model, values, draws=2).samples, expected)
+    close(sb.predict(model, values, draws=6).samples, expected)
     assert seen == [6]
-    sb.predict(model, values, draws=2, share=False)
+    sb.predict(model, values, draws=6, share=False)
     assert seen == [6, 36]
 
 
@@ -1698,8 +1702,8 @@ def test_a_batch_that_is_cut_only_when_it_is_large(
     few, many = torch.randn(4, 4), torch.randn(32, 4)
     with quietly(), sb.fixed_draws(model, 8):
         assert_draws(sb.sample(model, few), held(model, 8), (few,), {})
-    with quietly(), sb.fixed_draws(model, 2 * sb.members(model)):
-        plains = held(model, 2 * sb.members(model))
+    with quietly(), sb.fixed_draws(model, 2):
+        plains = held(model, 2)
         assert_rows_of_draws(model(few), [plain(few) for plain in plains], 0)
         assert_rows_of_draws(model(many), [plain(many) for plain in plains], 0)
 
@@ -1745,7 +1749,7 @@ def test_known_sizes_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) ->
     ):  # 8 rows and two members: 16 were seen, then 10, then 32
         sb.sample(model, torch.randn(rows, 4))
     assert len(trials) == 2  # once, for 32 rows
-    sb.sample(model, torch.randn(16, 4), draws=1)
+    sb.sample(model, torch.randn(16, 4), draws=2)
     assert len(trials) == 2
 
 
@@ -1759,12 +1763,12 @@ def test_a_layer_that_sees_pairs_of_rows(method: str) -> None:
         )
     )
     model, x = sb.bayesianize(net, METHODS[method]).eval(), torch.randn(2, 4)
-    draws = 6 // sb.members(model)
-    with quietly(), sb.fixed_draws(model, 6):
-        assert_draws(sb.sample(model, x), held(model, 6), (x,), {})
+    draws = 6
+    with quietly(), sb.fixed_draws(model, draws):
+        assert_draws(sb.sample(model, x), held(model, draws), (x,), {})
     with quietly():
         torch.manual_seed(1)
-        one_by_one = sb.sample(model, x, draws=draws, fold=False)
+        one_by_one = sb.sample(model, x, draws=draws, parallel=False)
         torch.manual_seed(1)
         close(sb.sample(model, x, draws=draws), one_by_one)
 
@@ -1786,7 +1790,7 @@ def test_a_layer_that_folds_wrongly_is_found_out_by_real_draws(
     ):
         folded = sb.sample(model, inputs)
     with torch.no_grad():
-        close(folded, sb.sample(model, inputs, fold=False))
+        close(folded, sb.sample(model, inputs, parallel=False))
 
 
 def test_rows_that_held_draws_cannot_share_evenly_lie_in_blocks() -> None:
@@ -2042,10 +2046,10 @@ def test_transposed_convolutions_of_a_given_output_size(config: Any) -> None:
             [plain(x) for plain in held(model, 2 * sb.members(model))]
         )
         close(sb.sample(model, x), expected)
-        close(sb.sample(model, x, fold=False), expected)
+        close(sb.sample(model, x, parallel=False), expected)
         one = torch.stack([plain(x[0]) for plain in held(model, 2 * sb.members(model))])
         close(
-            sb.sample(model, x[0], fold=False), one
+            sb.sample(model, x[0], parallel=False), one
         )  # an input without a dimension for rows
     assert expected.shape[-1] == 10
 
@@ -2071,7 +2075,7 @@ def test_a_model_that_goes_another_way_for_other_numbers_is_found_out_later() ->
         for _ in range(20):
             found = sb.sample(net, large, seed=0)
     assert sum("looked again" in str(warning.message) for warning in told) == 1
-    torch.testing.assert_close(found, sb.sample(net, large, seed=0, fold=False))
+    torch.testing.assert_close(found, sb.sample(net, large, seed=0, parallel=False))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         other = sb.bayesianize(Full().eval(), sb.Rank1(members=2))

@@ -277,13 +277,13 @@ def built(program: Program, method: str) -> tuple[Any, Tensor]:
 def check(program: Program, method: str) -> list[str]:
     """Compare held draws with written-out models, and draws of one seed in both folds; returns what was said."""
     model, x = built(program, method)
-    draws = S // sb.members(model)
+    draws = S
     with quietly() as said, torch.no_grad():
         with sb.fixed_draws(model, S):
             expected = torch.stack([plain(x) for plain in held(model, S)])
             assert_equal(sb.sample(model, x), expected, "held draws")
         torch.manual_seed(1)
-        one_by_one = sb.sample(model, x, draws=draws, fold=False)
+        one_by_one = sb.sample(model, x, draws=draws, parallel=False)
         torch.manual_seed(1)
         assert_equal(sb.sample(model, x, draws=draws), one_by_one, "draws of one seed")
     assert all(torch.isfinite(t).all() for t in leaves(expected))

@@ -86,24 +86,33 @@ def close(a: Any, b: Any) -> None:
 def test_predict_is_a_function_of_model_inputs_and_seed(method: str) -> None:
     """Not of chunks, sizes and order of batches, the number of draws, or how many of them run at once: two a call."""
     model, x = net(method), rows()
-    whole = sb.predict(model, x, draws=6, seed=7)
+    whole = sb.predict(model, x, draws=6 * sb.members(model), seed=7)
     torch.manual_seed(99)
-    close(sb.predict(model, x, draws=6, seed=7, chunk=5).samples, whole.samples)
+    close(
+        sb.predict(model, x, draws=6 * sb.members(model), seed=7, chunk=5).samples,
+        whole.samples,
+    )
     order = torch.randperm(N)
     close(
-        sb.predict(model, iter(x[order].split([1, 5, 6])), draws=6, seed=7).samples,
+        sb.predict(
+            model, iter(x[order].split([1, 5, 6])), draws=6 * sb.members(model), seed=7
+        ).samples,
         whole.samples[:, order],
     )
-    few = sb.predict(model, x, draws=2, seed=7, chunk=24)
+    few = sb.predict(model, x, draws=2 * sb.members(model), seed=7, chunk=24)
     close(few.samples, whole.samples[: few.count])
     for option in (
-        {"fold": False, "keep_samples": False},
-        {"fold": True, "share": False},
+        {"parallel": False, "keep_samples": False},
+        {"parallel": True, "share": False},
     ):
-        close(sb.predict(model, x, draws=6, seed=7, **option).mean, whole.mean)
+        close(
+            sb.predict(model, x, draws=6 * sb.members(model), seed=7, **option).mean,
+            whole.mean,
+        )
     if method not in ("ensemble", "batch-ensemble"):
         assert not torch.allclose(
-            sb.predict(model, x, draws=6, seed=8).samples, whole.samples
+            sb.predict(model, x, draws=6 * sb.members(model), seed=8).samples,
+            whole.samples,
         )
         assert (
             float(whole.samples.unflatten(0, (6, -1)).std(0).max()) > 1e-3
@@ -115,7 +124,7 @@ def test_predict_is_a_function_of_model_inputs_and_seed(method: str) -> None:
 def test_each_draw_is_one_function_for_all_rows(method: str) -> None:
     """The one that fixed_draws holds with that seed, and that materialize copies."""
     model, x = net(method), rows()
-    pred = sb.predict(model, x.repeat(2, 1), draws=3, seed=5)
+    pred = sb.predict(model, x.repeat(2, 1), draws=3 * sb.members(model), seed=5)
     close(pred.samples[:, :N], pred.samples[:, N:])
     with sb.fixed_draws(model, 3 * sb.members(model), seed=5):
         close(sb.sample(model, x).softmax(-1).detach(), pred.samples[:, :N])
@@ -135,7 +144,10 @@ def test_each_draw_is_one_function_for_all_rows(method: str) -> None:
 def test_prefixes_are_the_draws_of_predict() -> None:
     model, x = net("rank1"), rows()
     for n, pred in predict_prefixes(model, x, [1, 4], seed=3).items():
-        close(pred.samples, sb.predict(model, x, draws=n, seed=3).samples)
+        close(
+            pred.samples,
+            sb.predict(model, x, draws=n, seed=3).samples,
+        )
 
 
 def test_torch_s_own_generator_rules_where_no_seed_is_given() -> None:
@@ -168,13 +180,18 @@ def test_a_seed_leaves_torch_s_own_generator_alone() -> None:
 @pytest.mark.parametrize(("method", "training"), each(METHODS, [False, True]))
 def test_sample_is_a_function_of_its_seed(method: str, training: bool) -> None:
     model, x = net(method).train(training), rows()
-    first = sb.sample(model, x, draws=3, seed=6)
+    first = sb.sample(model, x, draws=3 * sb.members(model), seed=6)
     torch.manual_seed(99)
-    close(sb.sample(model, x, draws=3, seed=6), first)
+    close(sb.sample(model, x, draws=3 * sb.members(model), seed=6), first)
     if not training:
-        close(sb.sample(model, x, draws=3, seed=6, fold=False), first)
+        close(
+            sb.sample(model, x, draws=3 * sb.members(model), seed=6, parallel=False),
+            first,
+        )
     if method not in ("ensemble", "batch-ensemble"):
-        assert not torch.allclose(sb.sample(model, x, draws=3, seed=7), first)
+        assert not torch.allclose(
+            sb.sample(model, x, draws=3 * sb.members(model), seed=7), first
+        )
 
 
 class Noisy(nn.Module):
@@ -191,10 +208,10 @@ def test_what_a_model_draws_by_itself_follows_the_seed_too(method: Any) -> None:
     ).eval()
     x = rows()
     for run in (
-        lambda seed: sb.predict(model, x, draws=3, seed=seed).samples,
+        lambda seed: sb.predict(model, x, draws=6, seed=seed).samples,
         lambda seed: sb.predict(model, x, seed=seed).samples,
-        lambda seed: sb.sample(model, x, draws=3, seed=seed).detach(),
-        lambda seed: sb.sample(model, x, fold=False, seed=seed).detach(),
+        lambda seed: sb.sample(model, x, draws=6, seed=seed).detach(),
+        lambda seed: sb.sample(model, x, parallel=False, seed=seed).detach(),
     ):
         first = run(1)
         torch.manual_seed(5)
@@ -221,7 +238,7 @@ def test_a_row_by_itself_is_predicted_as_with_draws_of_its_own() -> None:
     """The mean of what predict says of one row is that of sample, which draws for each row afresh."""
     for method in ("rank1", "flipout", "own-dropout", "emp-example"):
         model, x = net(method), rows()[:1]
-        ours = sb.predict(model, x, draws=4000, seed=0).samples[:, 0]
+        ours = sb.predict(model, x, draws=8000, seed=0).samples[:, 0]
         with torch.no_grad():
             theirs = sb.sample(model, x.expand(4000, -1), seed=1).softmax(-1)
         theirs = theirs.flatten(0, 1)
@@ -290,13 +307,13 @@ def test_many_rows_are_cut_and_located_on_a_few() -> None:
 def test_compiled_models_have_the_same_draws(method: str) -> None:
     """Masks of dropout are made inside the graph, from numbers that enter it: a new seed compiles nothing anew."""
     model, x = net(method), rows()
-    expected = [sb.predict(model, x, draws=3, seed=seed).samples for seed in range(4)]
+    expected = [sb.predict(model, x, draws=6, seed=seed).samples for seed in range(4)]
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     fast = torch.compile(model, backend=counter)
     frames = []
     for seed, samples in enumerate(expected):
-        close(sb.predict(fast, x, draws=3, seed=seed).samples, samples)
+        close(sb.predict(fast, x, draws=6, seed=seed).samples, samples)
         frames.append(counter.frame_count)
     assert len(set(frames)) == 1
 
@@ -352,7 +369,7 @@ def in_child(function: Callable[[], Any]) -> Any:
 
 
 FORKED: dict[str, Callable[[nn.Module], Any]] = {
-    "predict": lambda model: sb.predict(model, rows(), draws=2).samples.tolist(),
+    "predict": lambda model: sb.predict(model, rows(), draws=4).samples.tolist(),
     "sample": lambda model: sb.sample(model, rows()).tolist(),
     "bare": lambda model: model(rows()).tolist(),
     "fixed": lambda model: with_fixed_draws(model).tolist(),

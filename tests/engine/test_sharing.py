@@ -72,7 +72,9 @@ def _both(model: nn.Module, x: Tensor, draws: int) -> tuple[Tensor, Tensor]:
     out = []
     for share in (True, False):
         torch.manual_seed(1)
-        out.append(sb.predict(model, x, draws=draws, share=share).samples)
+        out.append(
+            sb.predict(model, x, draws=draws * sb.members(model), share=share).samples
+        )
     return out[0], out[1]
 
 
@@ -110,7 +112,7 @@ def test_modules_run_once_where_no_draw_has_been_used(
         sb.bayesianize(Residual().eval(), METHODS[method]),
         torch.randn(5, 3, 6, 6),
     )
-    draws = 16 // sb.members(model)
+    draws = 16
     plain = [
         name for name in expected if not hasattr(model.get_submodule(name), "posterior")
     ]
@@ -155,7 +157,7 @@ def test_modules_with_noise_of_their_own_are_not_shared() -> None:
         nn.Sequential(NoisyBody(6, 8), nn.Linear(8, 3)),
         {"1": sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0))},
     )
-    samples = sb.predict(model, torch.randn(7, 6), draws=4).samples
+    samples = sb.predict(model, torch.randn(7, 6), draws=8).samples
     assert (
         len(samples.flatten(1).unique(dim=0)) == 8
     )  # members are alike: only the noise tells draws apart
@@ -174,11 +176,11 @@ def test_hooks_and_training_flags_are_put_back_whatever_happens() -> None:
     )
     model.conv.eval()
     flags = [m.training for m in model.modules()]
-    sb.predict(model, x, draws=4)
+    sb.predict(model, x, draws=8)
     assert _hooks(model) == 0 and [m.training for m in model.modules()] == flags
     handle = model.side.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        sb.predict(model, x, draws=4)
+        sb.predict(model, x, draws=8)
     handle.remove()
     assert _hooks(model) == 0 and [m.training for m in model.modules()] == flags
     shared, apart = _both(model, x, 4)
@@ -188,10 +190,10 @@ def test_hooks_and_training_flags_are_put_back_whatever_happens() -> None:
 def test_threads_share_apart() -> None:
     model = sb.bayesianize(Residual(), {"fc": sb.BatchEnsemble(members=2)})
     batches = [torch.randn(n, 3, 6, 6) for n in (3, 5, 7, 4)]
-    expected = [sb.predict(model, x, draws=2, share=False).samples for x in batches]
+    expected = [sb.predict(model, x, draws=4, share=False).samples for x in batches]
     with ThreadPoolExecutor(4) as pool:
         found = list(
-            pool.map(lambda x: sb.predict(model, x, draws=2).samples, batches * 4)
+            pool.map(lambda x: sb.predict(model, x, draws=4).samples, batches * 4)
         )
     for samples, alone in zip(found, expected * 4, strict=True):
         torch.testing.assert_close(samples, alone, rtol=1e-5, atol=1e-6)
@@ -263,7 +265,7 @@ def test_ten_thousand_draws_of_25_networks_run_25() -> None:
     rows: list[int] = []
     sb.sample(net, x, draws=25)  # locates rows
     net.dense1.register_forward_hook(lambda layer, args, out: rows.append(len(out)))
-    pred = sb.predict(net, x, draws=10_000, likelihood="gaussian", scale=0.3)
+    pred = sb.predict(net, x, draws=10_000, likelihood="gaussian", likelihood_std=0.3)
     assert sum(rows) <= 25 * 7
     every = _enumerated(net, x)
     distance = torch.cdist(
@@ -282,7 +284,7 @@ def test_ten_thousand_draws_of_25_networks_run_25() -> None:
         x,
         draws=10_000,
         likelihood="gaussian",
-        scale=0.3,
+        likelihood_std=0.3,
         keep_samples=False,
         chunk=40,
     )
@@ -486,5 +488,5 @@ def test_packed_sequences_ahead_of_draws_are_not_cut(inside: bool) -> None:
         Packed(inside), sb.BatchEnsemble(members=3), include="head"
     ).eval()
     inputs = torch.randn(6, 5, 4), torch.tensor([5, 3, 4, 2, 5, 1])
-    alone = sb.predict(net, inputs, seed=1, fold=False).probs
+    alone = sb.predict(net, inputs, seed=1, parallel=False).probs
     torch.testing.assert_close(sb.predict(net, inputs, seed=1).probs, alone)

@@ -113,12 +113,13 @@ def test_one_layers_lines_meet_inputs_of_several_kinds(
     x = torch.randn(6, 4)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         folded, apart = (
-            sb.sample(net, x, draws=3, fold=fold, seed=1) for fold in (True, False)
+            sb.sample(net, x, draws=6, parallel=parallel, seed=1)
+            for parallel in (True, False)
         )
     torch.testing.assert_close(
         folded, apart, **({"rtol": 0.05, "atol": 0.05} if autocast else {})
     )
-    with sb.fixed_draws(net, 2 * sb.members(net)):
+    with sb.fixed_draws(net, 4):
         every = sb.sample(net, x)
         for j, out in enumerate(every):
             torch.testing.assert_close(

@@ -141,7 +141,7 @@ def test_hmc_agrees_with_quadrature_on_a_network() -> None:
     deviation = math.sqrt(float((p * (product.flatten() - mean).square()).sum()))
     found = sb.sample_posterior(
         net, [(x[:7], y[:7]), (x[7:], y[7:])], "hmc", "gaussian", chains=50, draws=16, burn_in=30, thin=1,
-        step_size=0.1, leapfrog=5, prior=prior, noise=sigma, seed=1,
+        step_size=0.1, leapfrog=5, prior=prior, likelihood_std=sigma, seed=1,
     )  # fmt: skip
     slopes = sb.sample(net, torch.ones(1, 1)).flatten()
     torch.testing.assert_close(
@@ -211,7 +211,7 @@ def test_chains_agree_with_bayesian_linear_regression_on_batches_of_unequal_size
         "gaussian",
         chains=60,
         prior=prior,
-        noise=0.5,
+        likelihood_std=0.5,
         temperature=temperature,
         seed=1,
         **options,
@@ -464,7 +464,7 @@ def test_chains_that_diverge_say_so_and_change_nothing() -> None:
         ({"chains": 100, "draws": 100}, "more members than a model holds"),
         ({"step_size": 0.0}, "step_size must be positive"),
         ({"temperature": 0.0}, "temperature must be positive"),
-        ({"noise": 0.0}, "noise must be positive"),
+        ({"likelihood_std": 0.0}, "likelihood_std must be positive"),
         ({"friction": -1.0}, "friction must be above 0 and at most 1, got -1.0"),
         (
             {"method": "hmc", "leapfrog": 0},

@@ -54,7 +54,10 @@ def test_products_are_exact_for_linear_models_of_gaussian_targets(bias: bool) ->
     net = nn.Linear(4, 3, bias=bias).double().eval()
     x, y = torch.randn(30, 4).double(), torch.randn(30, 3).double()
     nets, evidence = fits(
-        net, list(zip(x.split(13), y.split(13), strict=True)), "gaussian", noise=0.7
+        net,
+        list(zip(x.split(13), y.split(13), strict=True)),
+        "gaussian",
+        likelihood_std=0.7,
     )
     same(*nets)
     assert evidence[0] == pytest.approx(evidence[1], rel=1e-10)
@@ -100,7 +103,7 @@ def test_products_are_exact_where_positions_are_averaged() -> None:
             return self.fc(x).mean(1)
 
     x, y = torch.randn(20, 6, 4).double(), torch.randn(20, 3).double()
-    nets, _ = fits(Pooled().double().eval(), [(x, y)], "gaussian", noise=0.7)
+    nets, _ = fits(Pooled().double().eval(), [(x, y)], "gaussian", likelihood_std=0.7)
     same(*nets)
 
 

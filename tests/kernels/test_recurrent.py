@@ -348,7 +348,7 @@ METHODS = {
 
 def gradients_of(model: nn.Module, x: Tensor, lengths: Tensor) -> list[Tensor]:
     torch.manual_seed(1)
-    y = sb.sample(model, x, lengths, draws=2)
+    y = sb.sample(model, x, lengths, draws=4)
     model.zero_grad()
     y.square().sum().backward()
     return [y, *(p.grad for p in model.parameters() if p.grad is not None)]

@@ -307,7 +307,7 @@ def test_a_model_with_seeded_noise(
         y = sb.sample(net, x, draws=2)
         got = grads(net, y)
         torch.manual_seed(3)
-        torch.testing.assert_close(sb.sample(net, x, draws=2, fold=False), y)
+        torch.testing.assert_close(sb.sample(net, x, draws=2, parallel=False), y)
         monkeypatch.setattr(fused.Seeded, "meet", spelled_out)
         torch.manual_seed(3)
         again = sb.sample(net, x, draws=2)

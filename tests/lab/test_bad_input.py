@@ -151,7 +151,7 @@ def test_a_thousand_million_draws(command: str, run: Path) -> None:
     net = sb.bayesianize(nn.Linear(2, 2), sb.Rank1())
     with pytest.raises(
         ValueError,
-        match=r"at most 1,000,000 draws of each member, got draws=1000000000",
+        match=r"at most 1,000,000 draws, got draws=",
     ):
         sb.predict(net, torch.zeros(1, 2), draws=10**9)
 

@@ -127,7 +127,7 @@ def test_training_and_prediction_equal_separate_layers(
         )
         target = torch.randn_like(x)
         y, expected = (
-            sb.sample(layer, ours, draws=draws, rows="split").flatten(0, 1),
+            sb.sample(layer, ours, draws=draws * K, rows="split").flatten(0, 1),
             by_hand(nets, theirs, member),
         )
         torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
@@ -138,7 +138,7 @@ def test_training_and_prediction_equal_separate_layers(
     layer.eval(), [one.eval() for one in nets]
     x = input_of(case, len(member))
     torch.testing.assert_close(
-        sb.sample(layer, x, draws=draws, rows="split").flatten(0, 1),
+        sb.sample(layer, x, draws=draws * K, rows="split").flatten(0, 1),
         by_hand(nets, x, member),
         rtol=1e-12,
         atol=1e-12,
@@ -200,7 +200,7 @@ def test_one_member_at_a_time_moves_its_own_statistics(case: str) -> None:
     assert_same(layer, nets)
     x = input_of(case, 4)
     torch.testing.assert_close(
-        sb.sample(layer, x, fold=False),
+        sb.sample(layer, x, parallel=False),
         torch.stack([one(x) for one in nets]),
         rtol=1e-12,
         atol=1e-12,
@@ -268,7 +268,7 @@ def test_a_held_pass_keeps_members() -> None:
     layer = made("2d").eval()
     nets = [one.eval() for one in separate(layer)]
     x = input_of("2d", 7)
-    with sb.fixed_draws(layer, 6):
+    with sb.fixed_draws(layer, 2 * K):
         torch.testing.assert_close(
             sb.sample(layer, x), torch.stack([one(x) for one in nets] * 2)
         )
@@ -295,7 +295,7 @@ def test_one_row_that_stands_for_all_is_seen_by_every_member() -> None:
     expected = by_hand(
         nets, net.token.expand(2 * K, *x.shape[1:]), [0, 0, 1, 1, 2, 2]
     ).unflatten(0, (K, 2))
-    torch.testing.assert_close(sb.sample(net, x, fold=True), x + expected)
+    torch.testing.assert_close(sb.sample(net, x, parallel=True), x + expected)
 
 
 class Net(nn.Module):
@@ -326,7 +326,7 @@ def test_members_of_a_network_normalise_apart() -> None:
     alone, x = copy.deepcopy(net), torch.randn(6, 2, 5, 5).double()
     for _ in range(2):
         torch.testing.assert_close(
-            sb.sample(net, x, draws=2)[:K], sb.sample(alone, x, fold=False)
+            sb.sample(net, x, draws=2 * K)[:K], sb.sample(alone, x, parallel=False)
         )
     means = torch.cat(
         [net.bn.running_mean[None], net.bn.posterior["weight"].running_mean]
@@ -342,11 +342,11 @@ def test_members_of_a_network_normalise_apart() -> None:
         ),
     )
     net.eval()
-    torch.testing.assert_close(sb.sample(net, x), sb.sample(net, x, fold=False))
+    torch.testing.assert_close(sb.sample(net, x), sb.sample(net, x, parallel=False))
     torch.manual_seed(1)
-    expected = sb.predict(net, x, draws=4, share=False).samples
+    expected = sb.predict(net, x, draws=8, share=False).samples
     torch.manual_seed(1)
-    torch.testing.assert_close(sb.predict(net, x, draws=4).samples, expected)
+    torch.testing.assert_close(sb.predict(net, x, draws=8).samples, expected)
 
 
 def test_what_comes_before_the_first_member_norm_is_computed_once() -> None:
@@ -355,13 +355,13 @@ def test_what_comes_before_the_first_member_norm_is_computed_once() -> None:
     )  # nothing else tells draws apart
     net.bn.posterior["weight"].running_mean.add_(1.0)
     x, seen = torch.randn(6, 2, 5, 5), []
-    sb.sample(net, x, draws=4)  # locates rows
+    sb.sample(net, x, draws=8)  # locates rows
     net.conv.register_forward_hook(
         lambda module, args, output: seen.append(len(output))
     )
     net.fc.register_forward_hook(lambda module, args, output: seen.append(len(output)))
     shared, apart = (
-        sb.predict(net, x, draws=4, share=share).samples for share in (True, False)
+        sb.predict(net, x, draws=8, share=share).samples for share in (True, False)
     )
     torch.testing.assert_close(shared, apart)
     assert seen == [6, 8 * 6, 8 * 6, 8 * 6] and not torch.allclose(shared[0], shared[1])
@@ -471,7 +471,7 @@ def test_asks_the_device_nothing(case: str, training: bool) -> None:
             sb.sample(
                 layer, input_of(case, rows).requires_grad_(), draws=2
             ).sum().backward()
-            sb.sample(layer, input_of(case, rows), fold=False)
+            sb.sample(layer, input_of(case, rows), parallel=False)
 
 
 @pytest.mark.parametrize("draws", [1, 2])
@@ -499,7 +499,7 @@ def test_several_passes_before_one_backward() -> None:
         sb.sample(net, x),
         net(x),
         sb.sample(net.eval(), x),
-        sb.sample(net.train(), x, fold=False),
+        sb.sample(net.train(), x, parallel=False),
     ]
     sum(y.square().sum() for y in outputs).backward()
     assert all(p.grad.isfinite().all() for p in net.parameters())

@@ -216,7 +216,7 @@ def test_folded_and_one_at_a_time_agree_in_eval_mode(case: str) -> None:
     ).eval()
     torch.testing.assert_close(
         sb.sample(layer, x, draws=2),
-        sb.sample(layer, x, draws=2, fold=False),
+        sb.sample(layer, x, draws=2, parallel=False),
         rtol=1e-5,
         atol=1e-5,
     )
@@ -1009,8 +1009,8 @@ def test_each_draw_has_the_statistics_it_would_have_alone(config: sb.Config) -> 
     before = {name: t.clone() for name, t in net.state_dict().items()}
     fitted = sb.refresh_norms(net, DataLoader(x, 20), per="draw", draws=3, seed=5)
     found = sb.predict(fitted, x).samples
-    with sb.fixed_draws(net, 3 * sb.members(net), seed=5):
-        alone = [sb.materialize(net, draw=j) for j in range(3 * sb.members(net))]
+    with sb.fixed_draws(net, 3, seed=5):
+        alone = [sb.materialize(net, draw=j) for j in range(3)]
     for plain in alone:
         torch.optim.swa_utils.update_bn(DataLoader(x, 20), plain.eval())
     expected = torch.stack([plain.eval()(x).softmax(-1) for plain in alone])
@@ -1029,8 +1029,8 @@ def test_statistics_of_the_posterior_are_those_of_all_draws_together() -> None:
     )
     met: list[Tensor] = []
     net[1].register_forward_pre_hook(lambda module, args: met.append(args[0]))
-    fitted = sb.refresh_norms(net, DataLoader(x, 20), draws=50, seed=5)
-    seen = [h for h in met if len(h) == 2 * 50 * 20][
+    fitted = sb.refresh_norms(net, DataLoader(x, 20), draws=100, seed=5)
+    seen = [h for h in met if len(h) == 100 * 20][
         -2:
     ]  # what comes before proves where rows lie
     assert fitted[1].num_batches_tracked == 2
@@ -1190,7 +1190,9 @@ def test_norms_are_known_by_what_they_do_whatever_their_scales_are_called() -> N
     }
     assert parts == dict.fromkeys(shapes, (2, 8))
     draws = sb.sample(net, x, draws=6, seed=1)
-    torch.testing.assert_close(draws, sb.sample(net, x, draws=6, seed=1, fold=False))
+    torch.testing.assert_close(
+        draws, sb.sample(net, x, draws=6, seed=1, parallel=False)
+    )
     assert float(draws.detach().std(0).max()) > 0.01
     with sb.fixed_draws(net, 1, seed=2):
         torch.testing.assert_close(sb.materialize(net, draw=0)(x), net(x))

@@ -158,7 +158,7 @@ def test_sampled_sequences_equal_the_slow_loop(
     first = 0 if shape.get("batch_first") else 1
     net = convert(kind(D, U, **options, **shape), draws, batch_dim=first)
     x = torch.randn(B, T, D)
-    y, state = sb.sample(net, x if first == 0 else x.transpose(0, 1), draws=2)
+    y, state = sb.sample(net, x if first == 0 else x.transpose(0, 1), draws=2 * K)
     y = y if first == 0 else y.transpose(1, 2)  # (S, B, T, ...)
     h = state[0] if kind is nn.LSTM else state
     zeros = np.zeros((h.shape[1], U))

@@ -811,7 +811,9 @@ def test_diversity_takes_predictions() -> None:
 def test_rmse_and_lpd() -> None:
     from sklearn.metrics import root_mean_squared_error
 
-    pred = sb.Prediction.from_outputs(torch.randn(M, N, 2), "gaussian", scale=0.7)
+    pred = sb.Prediction.from_outputs(
+        torch.randn(M, N, 2), "gaussian", likelihood_std=0.7
+    )
     target = torch.randn(N, 2)
     assert value(sm.RMSE(), pred, target) == pytest.approx(
         root_mean_squared_error(target.flatten(), pred.mean.flatten())
@@ -828,7 +830,9 @@ def test_rmse_and_lpd() -> None:
     )
     mean_log = float(pred.draw_log_prob(target).mean())
     assert value(sm.LPD(), pred, target) >= mean_log  # F38: Jensen
-    perfect = sb.Prediction.from_outputs(target[None], "gaussian", scale=0.1**-0.5)
+    perfect = sb.Prediction.from_outputs(
+        target[None], "gaussian", likelihood_std=0.1**-0.5
+    )
     assert value(sm.LPD(), perfect, target) == pytest.approx(-2.0702, abs=1e-4)
 
 
@@ -837,9 +841,11 @@ def test_weights_enter_every_distribution() -> None:
     outputs, target = torch.randn(4, N), torch.randn(N)
     for noise in (0.5, 0.0):
         weighted = sb.Prediction.from_outputs(
-            outputs, "gaussian", members=2, scale=noise, weights=[1.0, 0.0]
+            outputs, "gaussian", members=2, likelihood_std=noise, weights=[1.0, 0.0]
         )
-        alone = sb.Prediction.from_outputs(outputs[::2], "gaussian", scale=noise)
+        alone = sb.Prediction.from_outputs(
+            outputs[::2], "gaussian", likelihood_std=noise
+        )
         for build in (
             sm.RMSE,
             sm.CRPS,
@@ -849,7 +855,7 @@ def test_weights_enter_every_distribution() -> None:
                 value(build(), alone, target), abs=1e-6
             )
     uneven = sb.Prediction.from_outputs(
-        outputs, "gaussian", members=2, scale=0.5, weights=[0.75, 0.25]
+        outputs, "gaussian", members=2, likelihood_std=0.5, weights=[0.75, 0.25]
     )
     assert value(sm.LPD(), uneven, target) == pytest.approx(
         float(uneven.log_prob(target).mean()), abs=1e-5
@@ -952,7 +958,7 @@ def test_coverage() -> None:
         assert value(
             sm.IntervalCoverage(level), torch.zeros(1, len(y)), y, 1.0
         ) == pytest.approx(float((y.abs() <= half).double().mean()))
-    noisy = sb.Prediction.from_outputs(values, "gaussian", scale=0.5)
+    noisy = sb.Prediction.from_outputs(values, "gaussian", likelihood_std=0.5)
     drawn = noisy.interval(0.8)
     assert value(sm.IntervalCoverage(0.8), noisy, target) == pytest.approx(
         value(sm.IntervalCoverage(0.8), drawn, target)

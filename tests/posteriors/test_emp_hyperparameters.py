@@ -146,7 +146,7 @@ def test_the_output_precision_finds_the_closed_form_posterior():
     a, b = best_q(y.square().sum(), y.numel(), 1.0, 1.0)
     torch.testing.assert_close(noise.log_shape.exp(), a, rtol=1e-4, atol=0)
     torch.testing.assert_close(noise.log_rate.exp(), b, rtol=1e-4, atol=0)
-    assert float(noise.scale) == pytest.approx(float((b / a).sqrt()), rel=1e-4)
+    assert float(noise.likelihood_std) == pytest.approx(float((b / a).sqrt()), rel=1e-4)
 
 
 @pytest.mark.slow

@@ -114,18 +114,18 @@ def first(output: Any) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("draws", "fold", "network"), pairwise([1, 2], [True, False], NETWORKS)
+    ("draws", "parallel", "network"), pairwise([1, 2], [True, False], NETWORKS)
 )
 def test_member_k_is_the_kth_network_bit_for_bit(
-    network: str, fold: bool, draws: int
+    network: str, parallel: bool, draws: int
 ) -> None:
     build, shape = NETWORKS[network]
     net = ensemble_of(build, execution="loop").eval()
     x = torch.randn(shape)
     with torch.no_grad():
-        y = first(sb.sample(net, x, draws=draws, fold=fold))
+        y = first(sb.sample(net, x, draws=3 * draws, parallel=parallel))
         alone = [
-            first(m(x.repeat(draws if fold else 1, *[1] * (x.dim() - 1))))[:7]
+            first(m(x.repeat(draws if parallel else 1, *[1] * (x.dim() - 1))))[:7]
             for m in nets_of(net)
         ]
     assert y.shape[:2] == (3 * draws, 7)
@@ -144,7 +144,7 @@ def test_batched_execution_equals_the_loop_with_its_gradients(network: str) -> N
     weights = torch.randn_like(first(sb.sample(loop, x)))
     for run in (
         lambda net: sb.sample(net, x),
-        lambda net: sb.sample(net, x, draws=2),
+        lambda net: sb.sample(net, x, draws=5),
         lambda net: net(x),
     ):
         outputs = []
@@ -214,7 +214,7 @@ def test_more_members_than_rows_and_rows_of_an_ensemble_with_fixed_draws() -> No
     x = torch.randn(13, 3)
     alone = torch.stack([m(x) for m in nets_of(net)])
     assert net(x[:2]).shape == (2, 2)
-    with sb.fixed_draws(net, 10):  # ten draws: two of each member
+    with sb.fixed_draws(net, 10):  # two of each member
         torch.testing.assert_close(sb.sample(net, x), torch.cat([alone, alone]))
         y = net(x)
         member = torch.arange(13) * 10 // 13 % 5
@@ -237,7 +237,7 @@ def test_predict_keeps_members_apart() -> None:
     net = ensemble_of(mlp, members=4)
     x = torch.randn(6, 3)
     alone = torch.stack([m(x).softmax(-1) for m in nets_of(net)]).detach()
-    pred = sb.predict(net, x, draws=2)
+    pred = sb.predict(net, x, draws=8)
     torch.testing.assert_close(pred.member_probs, alone)
     torch.testing.assert_close(pred.probs, alone.mean(0))
     entropy = torch.special.entr(alone.mean(0)).sum(-1)
@@ -557,7 +557,7 @@ def test_sequence_first_networks_hold_their_rows_in_the_second_dimension(
     net = ensemble_of(build).eval()
     x = torch.randn(7, 3, 4)
     alone = [m(x) for m in nets_of(net)]
-    for run in (lambda: sb.sample(net, x), lambda: sb.sample(net, x, fold=False)):
+    for run in (lambda: sb.sample(net, x), lambda: sb.sample(net, x, parallel=False)):
         for ours, *theirs in zip(
             pytree.tree_leaves(run()), *map(pytree.tree_leaves, alone), strict=True
         ):
@@ -1027,8 +1027,8 @@ def test_a_row_sees_the_same_member_in_every_layer_whatever_its_method(
         alone.append(y)
     alone = torch.stack(alone)
     torch.testing.assert_close(sb.sample(net, x), alone)
-    torch.testing.assert_close(sb.sample(net, x, draws=2), torch.cat([alone, alone]))
-    torch.testing.assert_close(sb.sample(net, x, fold=False), alone)
+    torch.testing.assert_close(sb.sample(net, x, draws=6), torch.cat([alone, alone]))
+    torch.testing.assert_close(sb.sample(net, x, parallel=False), alone)
     seen = set()
     for _ in range(20):
         gap = (alone - net(x)).abs().amax(2)
@@ -1069,7 +1069,7 @@ def test_ensembles_beside_patches_dropout_and_mean_field() -> None:
     }
     sb.bayesianize(net, config).eval()
     x = torch.randn(5, 3)
-    assert sb.sample(net, x, draws=4).shape == (8, 5, 2) and net(x).shape == (5, 2)
+    assert sb.sample(net, x, draws=8).shape == (8, 5, 2) and net(x).shape == (5, 2)
     assert sb.summary(net).ensemble_size == "infinite (continuous)"
     sb.elbo(
         sb.categorical(sb.sample(net, x), torch.zeros(5, dtype=torch.long)),
@@ -1090,7 +1090,7 @@ def test_ensembles_beside_patches_dropout_and_mean_field() -> None:
     shifts = torch.stack(
         [enumerated[1].bias, enumerated[1].posterior["weight"].bias[0]]
     )
-    y = sb.sample(enumerated, x, draws=10)
+    y = sb.sample(enumerated, x, draws=20)
     for j in range(20):
         h = member_of_layer(enumerated[0], j % 2)(x)
         assert (
@@ -1307,7 +1307,7 @@ def test_hooks_that_were_there_before_run_once_for_every_member(config: Any) -> 
     with torch.no_grad(), sb.fixed_draws(net):
         wanted = torch.stack([sb.materialize(net, draw=j)(x) for j in range(3)])
         torch.testing.assert_close(sb.sample(net, x), wanted)
-        torch.testing.assert_close(sb.sample(net, x, fold=False), wanted)
+        torch.testing.assert_close(sb.sample(net, x, parallel=False), wanted)
 
 
 def test_a_thread_finds_an_ensemble_while_another_runs_member_0() -> None:

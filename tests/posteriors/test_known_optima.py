@@ -537,7 +537,11 @@ def check_against_single_models(
     name: str, dtype: torch.dtype, tolerance: float, passes: int, **config: Any
 ) -> None:
     plain, net, inputs = converted(name, dtype, **config)
-    y = only(sb.sample(net, *inputs, draws=passes)).detach().flatten(0, 1)
+    y = (
+        only(sb.sample(net, *inputs, draws=passes * sb.members(net)))
+        .detach()
+        .flatten(0, 1)
+    )
     drawn = next(iter(net.posterior.values())).values().r.shape[0]
     assert drawn == (
         len(y)

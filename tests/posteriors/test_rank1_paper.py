@@ -149,7 +149,7 @@ def test_linear_equals_materialised_weights_row_by_row(
     layer = sb.bayesianize(nn.Linear(5, 3), noisy(draws=draws, rank=rank))
     spread_bias(layer)
     x = torch.randn(*shape, 5)
-    y = sb.sample(layer, x, draws=2).detach().numpy()
+    y = sb.sample(layer, x, draws=6).detach().numpy()
     r, s, offset = factors(layer)
     assert y.shape == (6, *shape, 3)
     assert r.shape[1] == (24 if draws == "example" else 6)
@@ -360,7 +360,7 @@ def test_permuting_members_permutes_blocks(
 def test_per_example_factors_come_from_their_blocks_member() -> None:
     """F2 with fresh draws for every row: factors of rows [j*B:(j+1)*B] lie around the mean of member j mod K."""
     layer = sb.bayesianize(nn.Linear(4, 3), noisy(scale_init=1e-3, scale_jitter=0.0))
-    sb.sample(layer, torch.randn(5, 4), draws=2)
+    sb.sample(layer, torch.randn(5, 4), draws=6)
     r, s, _ = factors(layer)
     for n in range(30):
         member = n // 5 % 3
@@ -420,7 +420,7 @@ def test_bare_call_gives_a_row_each_member_equally_often() -> None:
 def test_split_rows_and_single_runs_agree_with_the_tiled_batch(
     build: Callable[[], nn.Module], shape: Spatial
 ) -> None:
-    """F2: rows="split" is the block diagonal of the tiled batch; fold=False is the tiled batch, run draw by draw."""
+    """F2: rows="split" is the block diagonal of the tiled batch; parallel=False is the tiled batch, run draw by draw."""
     net = sb.bayesianize(
         build(), sb.BatchEnsemble(members=3, mean_init=sb.Normal(1.0, 0.7))
     )
@@ -434,7 +434,9 @@ def test_split_rows_and_single_runs_agree_with_the_tiled_batch(
         rtol=0,
         atol=1e-12,
     )
-    torch.testing.assert_close(sb.sample(net, x, fold=False), every, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        sb.sample(net, x, parallel=False), every, rtol=0, atol=1e-12
+    )
     with pytest.raises(ValueError, match="multiple of 3"):
         sb.sample(net, x[:5], rows="split")
 

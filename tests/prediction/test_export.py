@@ -110,14 +110,14 @@ def test_members_of_a_head_are_exported_one_by_one(tmp_path: Path) -> None:
         model,
         x,
         tmp_path / "net.pt2",
-        draws=1,
+        draws=2,
         seed=5,
         members=[1],
         likelihood="categorical",
     )
     mean, members = (
         torch.export.load(made.path).module()(x)[0],
-        sb.predict(model, x, draws=1, seed=5).by_member.exp(),
+        sb.predict(model, x, draws=2, seed=5).by_member.exp(),
     )
     np.testing.assert_allclose(mean.detach(), members[1], atol=1e-5)
     assert float((members[0] - members[1]).abs().max()) > 1e-2
@@ -142,11 +142,13 @@ def test_real_targets_are_exported(
         tmp_path / file,
         draws=2,
         likelihood="gaussian",
-        scale=scale,
+        likelihood_std=scale,
     )
     assert not capsys.readouterr().out
     x = torch.randn(7, 4)
-    found = sb.predict(model, x, draws=2, likelihood="gaussian", scale=scale, seed=0)
+    found = sb.predict(
+        model, x, draws=2, likelihood="gaussian", likelihood_std=scale, seed=0
+    )
     if file.endswith("pt2"):
         got = [part.detach() for part in torch.export.load(made.path).module()(x)]
     else:
@@ -204,7 +206,7 @@ def test_classes_of_pixels_lie_where_they_are_said_to(tmp_path: Path) -> None:
 
 def test_noise_as_an_input_decides_the_draws(tmp_path: Path) -> None:
     model, x = net(), torch.randn(6, 4)
-    made = sb.export(model, x, tmp_path / "net.pt2", draws=2, noise="input")
+    made = sb.export(model, x, tmp_path / "net.pt2", draws=4, noise="input")
     assert made.outputs == ("draws",) and made.draws == 4
     program: Any = torch.export.load(made.path).module()
     shape = made.inputs["noise"]

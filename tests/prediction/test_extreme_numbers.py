@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import slimbayes as sb
 import slimbayes.layers
 import slimbayes.metrics as sm
-from slimbayes.decisions import Temperature
+from slimbayes.decisions import TemperatureScaling
 from slimbayes.distributions.kl import kl as kl_of
 from slimbayes.lab.papers.table import averages
 from slimbayes.lab.runs.scores import class_scores
@@ -118,7 +118,7 @@ def test_members_add_up_in_log_space() -> None:
     ].reshape(2, 3, 9)
     expected = special.logsumexp(logp, axis=0) - math.log(2)
     np.testing.assert_allclose(pred.member_log_prob(target).numpy(), expected)
-    real = predicted(outputs[..., 0], "gaussian", members=3, scale=2.0)
+    real = predicted(outputs[..., 0], "gaussian", members=3, likelihood_std=2.0)
     value = torch.randn(9, dtype=torch.float64)
     assert real.member_log_prob(value).shape == (3, 9)
     together = torch.logsumexp(real.member_log_prob(value), 0) - math.log(3)
@@ -164,7 +164,7 @@ def test_predictions_join_along_rows() -> None:
     for likelihood in ("categorical", "heteroscedastic_gaussian"):
         given = outputs if likelihood == "categorical" else outputs[..., :2]
         options: dict[str, Any] = {"members": 3, "weights": [0.5, 0.3, 0.2]}
-        options |= {} if likelihood == "categorical" else {"scale": 1.0}
+        options |= {} if likelihood == "categorical" else {"likelihood_std": 1.0}
         whole = predicted(given, likelihood, **options)
         parts = [
             predicted(part, likelihood, **options) for part in given.split([4, 5], 1)
@@ -187,7 +187,7 @@ def test_predictions_join_along_rows() -> None:
         sb.Prediction.joined([])
 
 
-# Temperature ----------------------------------------------------------------------------------------------------------
+# TemperatureScaling ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -210,11 +210,11 @@ def test_temperature_of_very_sure_predictions(scale: float, likelihood: str) -> 
     pred = predicted(outputs, likelihood)
     if exact > 100:
         with pytest.warns(sb.SlimbayesWarning, match="so 100 was taken"):
-            assert Temperature.fit(pred, target).temperature == pytest.approx(
+            assert TemperatureScaling.fit(pred, target).temperature == pytest.approx(
                 100.0, rel=1e-3
             )
     else:
-        found = Temperature.fit(pred, target)
+        found = TemperatureScaling.fit(pred, target)
         assert found.temperature == pytest.approx(exact, rel=1e-3)
         scaled = found(pred).probs
         sure = scaled if likelihood == "bernoulli" else scaled[..., 1]

@@ -200,7 +200,7 @@ def test_inputs_that_did_not_fit_say_nothing_about_others() -> None:
     for call in (sb.sample, sb.predict, lambda m, x: m(x)):
         with pytest.raises((ValueError, RuntimeError)):
             call(model, x[:, :3])
-    assert sb.sample(model, x, draws=2, fold=True).shape == (4, 6, 3)
+    assert sb.sample(model, x, draws=4, parallel=True).shape == (4, 6, 3)
 
 
 def test_other_errors_of_a_model_are_left_as_they_are() -> None:
@@ -464,29 +464,29 @@ def test_a_whole_set_of_targets_is_checked_once(
     [
         (
             lambda: sb.gaussian(
-                torch.zeros(1, 6), torch.zeros(6), scale=torch.ones(6, 1)
+                torch.zeros(1, 6), torch.zeros(6), likelihood_std=torch.ones(6, 1)
             ),
             "does not broadcast",
         ),
         (
             lambda: sb.gaussian(
-                torch.zeros(6, 6), torch.zeros(6), scale=torch.ones(6, 1)
+                torch.zeros(6, 6), torch.zeros(6), likelihood_std=torch.ones(6, 1)
             ),
             "does not broadcast",
         ),
         (
             lambda: sb.heteroscedastic_gaussian(
-                torch.zeros(1, 6, 2), torch.zeros(6), scale=torch.ones(6, 1)
+                torch.zeros(1, 6, 2), torch.zeros(6), likelihood_std=torch.ones(6, 1)
             ),
-            "scale of",
+            "likelihood_std of",
         ),
         (
-            lambda: sb.gaussian(torch.zeros(1, 6), torch.zeros(6), scale=0.0),
+            lambda: sb.gaussian(torch.zeros(1, 6), torch.zeros(6), likelihood_std=0.0),
             "positive and finite, got 0.0",
         ),
         (
             lambda: sb.heteroscedastic_gaussian(
-                torch.zeros(1, 6, 2), torch.zeros(6), scale=-1.0
+                torch.zeros(1, 6, 2), torch.zeros(6), likelihood_std=-1.0
             ),
             "got -1.0",
         ),
@@ -515,14 +515,14 @@ def test_likelihoods_refuse_what_would_broadcast(call: Any, match: str) -> None:
 
 def test_likelihoods_take_scales_of_targets_and_rows() -> None:
     mean, target = torch.zeros(2, 6, 3), torch.zeros(6, 3)
-    expected = sb.gaussian(mean, target, scale=2.0)
+    expected = sb.gaussian(mean, target, likelihood_std=2.0)
     for scale in (
         torch.tensor(2.0),
         torch.full((1, 1), 2.0),
         torch.full((3,), 2.0),
         torch.full((6, 1), 2.0),
     ):
-        assert torch.equal(sb.gaussian(mean, target, scale=scale), expected)
+        assert torch.equal(sb.gaussian(mean, target, likelihood_std=scale), expected)
 
 
 @pytest.mark.parametrize(
@@ -539,7 +539,7 @@ def test_predict_takes_scales_as_deviations_of_columns_and_as_arrays(
             iter([x[:2], x[2:]]),
             np.int64(3),
             likelihood="gaussian",
-            scale=s,
+            likelihood_std=s,
             seed=0,
         )
         for s in (scale, 2.0)
@@ -556,20 +556,23 @@ def test_probabilities_that_are_rounded_and_a_loss_of_one_number_are_taken() -> 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"likelihood": "gaussian", "scale": -1.0}, "not negative, got -1.0"),
+        ({"likelihood": "gaussian", "likelihood_std": -1.0}, "not negative, got -1.0"),
         (
-            {"likelihood": "gaussian", "scale": torch.ones(4, 3)},
+            {"likelihood": "gaussian", "likelihood_std": torch.ones(4, 3)},
             "nor has it a line for each row",
         ),
         (
-            {"likelihood": "gaussian", "scale": torch.ones(6, 3)},
+            {"likelihood": "gaussian", "likelihood_std": torch.ones(6, 3)},
             "6 rows, but 5 were predicted",
         ),
-        ({"likelihood": "gaussian", "scale": torch.ones(5, 2)}, "one row's targets"),
+        (
+            {"likelihood": "gaussian", "likelihood_std": torch.ones(5, 2)},
+            "one row's targets",
+        ),
         ({"likelihood": "gaussian", "output": 0}, "returns one tensor"),
         ({"class_dim": 0}, "class_dim=0"),
         ({"class_dim": 1}, "class_dim=1"),
-        ({"fold": None}, "fold must be"),
+        ({"parallel": None}, "parallel must be"),
         ({"draws": 2.0}, "at least one draw"),
         ({"chunk": 2.5}, "chunk=2.5"),
     ],
@@ -586,7 +589,7 @@ def test_predict_refuses_options_that_would_mean_something_else(
     ("options", "match"),
     [
         ({"rows": "spilt"}, "spilt"),
-        ({"fold": "yes"}, "fold must be"),
+        ({"parallel": "yes"}, "parallel must be"),
         ({"draws": 1.5}, "draws=1.5"),
     ],
 )
@@ -633,13 +636,15 @@ def test_rows_may_have_noise_of_their_own_however_they_are_cut() -> None:
     )
     for options in ({}, {"chunk": 4}):
         found = sb.predict(
-            model, x, likelihood="gaussian", scale=scale, seed=0, **options
+            model, x, likelihood="gaussian", likelihood_std=scale, seed=0, **options
         )
         torch.testing.assert_close(found.aleatoric, scale.square().expand(7, 3))
     loader = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(x), batch_size=2
     )
-    found = sb.predict(model, loader, likelihood="gaussian", scale=scale, inputs=1)
+    found = sb.predict(
+        model, loader, likelihood="gaussian", likelihood_std=scale, inputs=1
+    )
     torch.testing.assert_close(found.aleatoric, scale.square().expand(7, 3))
 
 
@@ -664,18 +669,14 @@ def test_rows_may_have_noise_of_their_own_however_they_are_cut() -> None:
         ),
         (
             lambda: sb.Prediction.from_outputs(
-                torch.zeros(2, 6), "gaussian", scale=-1.0
+                torch.zeros(2, 6), "gaussian", likelihood_std=-1.0
             ),
             "not negative",
-        ),
-        (
-            lambda: sb.Prediction.from_outputs(torch.zeros(4, 6, 3), members=3),
-            "each of 3 members",
         ),
         (lambda: sb.Prediction.from_outputs(torch.zeros(4, 6)), "one of rows"),
         (
             lambda: sb.Prediction.from_outputs(
-                torch.zeros(4, 6), "gaussian", scale=1.0
+                torch.zeros(4, 6), "gaussian", likelihood_std=1.0
             ).log_prob([0.0] * 6),
             "got list",
         ),
@@ -719,7 +720,7 @@ def test_targets_that_are_none_are_refused_by_what_learns_from_them() -> None:
     with pytest.raises(ValueError, match="two numbers for each target"):
         sb.laplace(model, [(x, torch.ones(9))], likelihood="heteroscedastic_gaussian")
     with pytest.raises(ValueError, match="NaN or infinite: leave their rows out"):
-        sb.far(
+        sb.distance(
             sb.bayesianize(model, sb.Rank1(members=2)), [(x, y)], likelihood="gaussian"
         )
 
@@ -732,10 +733,10 @@ def test_distances_of_another_network_are_told() -> None:
         ),
         torch.randn(9, 4),
     )
-    inner, own = sb.far(model, [x], at="2"), sb.far(model, [x])
-    sb.predict(model, x, far=inner)
+    inner, own = sb.distance(model, [x], at="2"), sb.distance(model, [x])
+    sb.predict(model, x, distance=inner)
     with torch.no_grad():
         model[0].weight.mul_(1.1)
-    sb.predict(model, x, far=own)  # rows themselves: weights do not matter
+    sb.predict(model, x, distance=own)  # rows themselves: weights do not matter
     with pytest.warns(sb.SlimbayesWarning, match="with other weights"):
-        sb.predict(model, x, far=inner)
+        sb.predict(model, x, distance=inner)

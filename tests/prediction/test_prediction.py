@@ -47,7 +47,7 @@ def case(likelihood: str, **changes: Any) -> tuple[sb.Prediction, Tensor, Tensor
     outputs, target = CASES[likelihood]()
     return (
         sb.Prediction.from_outputs(
-            outputs, likelihood, members=K, scale=0.7, **changes
+            outputs, likelihood, members=K, likelihood_std=0.7, **changes
         ),
         outputs,
         target,
@@ -125,7 +125,7 @@ def test_density_integrates_to_one(likelihood: str) -> None:
         outputs.squeeze(-1) if likelihood == "gaussian" else outputs,
         likelihood,
         members=K,
-        scale=0.3,
+        likelihood_std=0.3,
         weights=WEIGHTS,
     )
     assert torch.trapezoid(pred.log_prob(grid).exp(), grid).item() == pytest.approx(
@@ -142,19 +142,23 @@ def test_log_of_the_mean_is_never_below_the_mean_of_logs(
     """F38: Jensen."""
     torch.manual_seed(seed)
     outputs, target = CASES[likelihood]()
-    pred = sb.Prediction.from_outputs(spread * outputs, likelihood, scale=0.7)
+    pred = sb.Prediction.from_outputs(spread * outputs, likelihood, likelihood_std=0.7)
     assert bool(
         (pred.log_prob(target) >= pred.draw_log_prob(target).mean(0) - 1e-9).all()
     )
 
 
 def test_noise_in_units_of_one_is_told_unless_it_is_asked_for() -> None:
-    """A network trained with scale=5 has its noise in units of 5."""
+    """A network trained with likelihood_std=5 has its noise in units of 5."""
     net, x = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(members=2)), torch.randn(4, 3)
-    with pytest.warns(sb.SlimbayesWarning, match=r"needs scale, .* as in training"):
+    with pytest.warns(
+        sb.SlimbayesWarning, match=r"needs likelihood_std, .* as in training"
+    ):
         untold = sb.predict(net, x, likelihood="heteroscedastic_gaussian", seed=0)
     one, five = (
-        sb.predict(net, x, likelihood="heteroscedastic_gaussian", scale=s, seed=0)
+        sb.predict(
+            net, x, likelihood="heteroscedastic_gaussian", likelihood_std=s, seed=0
+        )
         for s in (1.0, 5.0)
     )
     torch.testing.assert_close(untold.aleatoric, one.aleatoric)
@@ -164,7 +168,7 @@ def test_noise_in_units_of_one_is_told_unless_it_is_asked_for() -> None:
 def test_far_targets_keep_a_finite_density() -> None:
     """A target 100 noise scales away: the densities underflow, their log does not."""
     pred = sb.Prediction.from_outputs(
-        torch.tensor([[0.0], [1.0]]), "gaussian", scale=1.0
+        torch.tensor([[0.0], [1.0]]), "gaussian", likelihood_std=1.0
     )
     expected = (
         stats.norm.logpdf(99)
@@ -194,7 +198,9 @@ def test_log_prob_of_classes_needs_no_samples_and_of_real_targets_does() -> None
 
 
 def test_density_without_noise_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"scale 0; call predict\(\.\.\., scale=\)"):
+    with pytest.raises(
+        ValueError, match=r"likelihood_std 0; call predict\(\.\.\., likelihood_std=\)"
+    ):
         sb.Prediction.from_outputs(torch.randn(3, 5), "gaussian").log_prob(
             torch.randn(5)
         )
@@ -240,7 +246,7 @@ def test_weights_of_one_half_and_quarters_are_a_member_counted_twice(
     """Members (0, 1, 2) with weights (1/2, 1/4, 1/4) are the equal members (0, 0, 1, 2)."""
     pred, outputs, target = case(likelihood, weights=torch.tensor(WEIGHTS))
     twice = outputs.unflatten(0, (-1, K))[:, [0, 0, 1, 2]].flatten(0, 1)
-    equal = sb.Prediction.from_outputs(twice, likelihood, members=4, scale=0.7)
+    equal = sb.Prediction.from_outputs(twice, likelihood, members=4, likelihood_std=0.7)
     for name in SUMMARIES:
         torch.testing.assert_close(
             getattr(pred, name), getattr(equal, name), rtol=0, atol=1e-12
@@ -252,7 +258,9 @@ def test_weights_of_one_half_and_quarters_are_a_member_counted_twice(
     torch.testing.assert_close(pred.member_mean, equal.member_mean[1:])
     assert not torch.allclose(
         pred.mean,
-        sb.Prediction.from_outputs(outputs, likelihood, members=K, scale=0.7).mean,
+        sb.Prediction.from_outputs(
+            outputs, likelihood, members=K, likelihood_std=0.7
+        ).mean,
         atol=1e-3,
     )
 
@@ -260,7 +268,9 @@ def test_weights_of_one_half_and_quarters_are_a_member_counted_twice(
 @pytest.mark.parametrize("likelihood", CASES)
 def test_equal_weights_change_nothing(likelihood: str) -> None:
     pred, outputs, target = case(likelihood, weights=[1 / K] * K)
-    plain = sb.Prediction.from_outputs(outputs, likelihood, members=K, scale=0.7)
+    plain = sb.Prediction.from_outputs(
+        outputs, likelihood, members=K, likelihood_std=0.7
+    )
     assert plain.weights is None
     for name in SUMMARIES:
         torch.testing.assert_close(
@@ -281,7 +291,7 @@ def test_a_member_of_weight_zero_is_not_there(likelihood: str) -> None:
         outputs.unflatten(0, (-1, K))[:, [0, 2]].flatten(0, 1),
         likelihood,
         members=2,
-        scale=0.7,
+        likelihood_std=0.7,
     )
     for name in SUMMARIES:
         torch.testing.assert_close(
@@ -333,7 +343,7 @@ def test_weighted_interval_of_a_known_mixture() -> None:
     """N(-2, 1) with weight 0.8 and N(3, 1) with 0.2: the quantiles of the mixture, from its distribution function."""
     outputs = torch.tensor([-2.0, 3.0], dtype=torch.float64)[:, None].expand(2, 50)
     pred = sb.Prediction.from_outputs(
-        outputs, "gaussian", members=2, scale=1.0, weights=[0.8, 0.2]
+        outputs, "gaussian", members=2, likelihood_std=1.0, weights=[0.8, 0.2]
     )
     low, high = pred.interval(0.9)
 
@@ -482,7 +492,7 @@ def test_output_precision_of_model_patching() -> None:
     y_mean, y_std, tau = torch.tensor([20.0, -3.0]), torch.tensor([9.0, 0.01]), 0.1
     outputs = torch.randn(S, N, 2)
     pred = sb.Prediction.from_outputs(
-        outputs, "gaussian", scale=tau**-0.5 / y_std
+        outputs, "gaussian", likelihood_std=tau**-0.5 / y_std
     ).rescaled(y_mean, y_std)
     values = (y_mean + y_std * outputs).double().numpy()
     np.testing.assert_allclose(
@@ -497,7 +507,7 @@ def test_density_of_model_patching(error: float) -> None:
     y, y_mean, y_std, tau = 5 * torch.randn(N, 2), 1.5, 5.0, 0.1
     outputs = ((y + error - y_mean) / y_std).expand(S, -1, -1)
     pred = sb.Prediction.from_outputs(
-        outputs, "gaussian", scale=tau**-0.5 / y_std
+        outputs, "gaussian", likelihood_std=tau**-0.5 / y_std
     ).rescaled(y_mean, y_std)
     assert pred.log_prob(y).mean().item() == pytest.approx(
         0.5 * math.log(0.1 / (2 * math.pi)) - 0.05 * error**2, abs=1e-5
@@ -510,7 +520,7 @@ def test_predict_reports_densities_in_the_targets_units() -> None:
     net = sb.bayesianize(torch.nn.Linear(3, 1), sb.BatchEnsemble(members=2))
     x, y = torch.randn(9, 3), 50 + 4 * torch.randn(9, 1)
     pred = sb.predict(
-        net, x, likelihood="gaussian", scale=0.1**-0.5 / 4, chunk=6
+        net, x, likelihood="gaussian", likelihood_std=0.1**-0.5 / 4, chunk=6
     ).rescaled(50.0, 4.0)
     means = 50 + 4 * sb.sample(net, x).detach()
     expected = np.log(stats.norm.pdf(y.numpy(), means.numpy(), math.sqrt(10)).mean(0))

@@ -171,10 +171,12 @@ def test_members_of_a_prediction_are_stacked() -> None:
             target + 3 + torch.randn(300),
         ]
     )
-    equal = sb.Prediction.from_outputs(outputs, "gaussian", members=3, scale=0.5)
+    equal = sb.Prediction.from_outputs(
+        outputs, "gaussian", members=3, likelihood_std=0.5
+    )
     weights = stacking_weights(equal.draw_log_prob(target))
     stacked = sb.Prediction.from_outputs(
-        outputs, "gaussian", members=3, scale=0.5, weights=weights
+        outputs, "gaussian", members=3, likelihood_std=0.5, weights=weights
     )
     assert weights[0] > 0.9
     assert stacked.log_prob(target).mean() > equal.log_prob(target).mean() + 0.5

@@ -22,7 +22,7 @@ def classes(members: int = 2) -> tuple[sb.Prediction, torch.Tensor]:
 
 def real(targets: tuple[int, ...] = ()) -> tuple[sb.Prediction, torch.Tensor]:
     pred = sb.Prediction.from_outputs(
-        torch.randn(4, N, *targets), "gaussian", members=2, scale=0.5
+        torch.randn(4, N, *targets), "gaussian", members=2, likelihood_std=0.5
     )
     return pred, torch.randn(N, *targets)
 
@@ -171,19 +171,27 @@ def test_reliability_has_the_bins_of_the_calibration_error(axes: Any) -> None:
     ].tolist()
     torch.manual_seed(0)
     sound = sb.Prediction.from_outputs(
-        torch.zeros(3, 4000), "gaussian", scale=1.0, members=3, weights=[0.5, 0.3, 0.2]
+        torch.zeros(3, 4000),
+        "gaussian",
+        likelihood_std=1.0,
+        members=3,
+        weights=[0.5, 0.3, 0.2],
     )
     upper, _ = axes(sb.plot.reliability(sound, torch.randn(4000)))
     curve = torch.tensor(upper.get_lines()[1].get_ydata())
     assert float((curve - torch.linspace(0, 1, 101)).abs().max()) < 0.03
-    near = sb.far(
+    near = sb.distance(
         sb.bayesianize(nn.Linear(1, 1), sb.Rank1()),
         [(torch.randn(30, 1), torch.randn(30, 1))],
         "gaussian",
     )
     net = sb.bayesianize(nn.Linear(1, 1), sb.Rank1())
     far = sb.predict(
-        net, 3 * torch.randn(50, 1), likelihood="gaussian", scale=1.0, far=near
+        net,
+        3 * torch.randn(50, 1),
+        likelihood="gaussian",
+        likelihood_std=1.0,
+        distance=near,
     )
     axes(sb.plot.reliability(far, torch.randn(50, 1)))
 

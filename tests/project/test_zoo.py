@@ -211,9 +211,11 @@ def test_a_model_that_mixes_rows_and_is_folded_all_the_same_is_found(
 ) -> None:
     real = sb.sample
 
-    def shuffled(net: nn.Module, *args: Any, fold: bool = True, **kwargs: Any) -> Any:
-        out = real(net, *args, fold=fold, **kwargs)
-        return out.flip(1) if fold else out
+    def shuffled(
+        net: nn.Module, *args: Any, parallel: bool = True, **kwargs: Any
+    ) -> Any:
+        out = real(net, *args, parallel=parallel, **kwargs)
+        return out.flip(1) if parallel else out
 
     monkeypatch.setattr(sb, "sample", shuffled)
     found = checked(FACTORS)

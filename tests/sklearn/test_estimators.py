@@ -27,7 +27,7 @@ QUICK: dict[str, Any] = {
     "method": sb.Rank1(members=2),
     "batch_size": 512,
     "lr": 0.05,
-    "draws": 2,
+    "draws": 4,
 }
 SEEDED = QUICK | {"epochs": 8, "random_state": 0}
 

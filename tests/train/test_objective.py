@@ -266,18 +266,21 @@ def test_heteroscedastic_noise_neither_collapses_nor_explodes() -> None:
     worst = sb.heteroscedastic_gaussian(torch.tensor([[[0.0, -1e4]]]), torch.ones(1))
     assert 545 < float(worst) < 556
     output, target = torch.randn(3, 6, 2), 5 * torch.randn(6)
-    pred = sb.Prediction.from_outputs(output, "heteroscedastic_gaussian", scale=5.0)
-    nll = sb.heteroscedastic_gaussian(output, target, "mixture", scale=5.0)
+    pred = sb.Prediction.from_outputs(
+        output, "heteroscedastic_gaussian", likelihood_std=5.0
+    )
+    nll = sb.heteroscedastic_gaussian(output, target, "mixture", likelihood_std=5.0)
     torch.testing.assert_close(-pred.log_prob(target).mean(), nll)
 
 
 def test_heteroscedastic_targets_in_other_units_are_told() -> None:
     output, target = torch.zeros(1, 40, 2), torch.linspace(0, 1e-3, 40)
     with pytest.warns(
-        UserWarning, match=r"deviation 0.0003, but scale=1 .*\[0.03, 3\].*standardise"
+        UserWarning,
+        match=r"deviation 0.0003, but likelihood_std=1 .*\[0.03, 3\].*standardise",
     ):
         sb.heteroscedastic_gaussian(output, target)
-    sb.heteroscedastic_gaussian(output, target, scale=3e-4)
+    sb.heteroscedastic_gaussian(output, target, likelihood_std=3e-4)
 
 
 # Labels of every kind -------------------------------------------------------------------------------------------------
@@ -589,7 +592,7 @@ def test_ensemble_of_one_is_its_member() -> None:
     pred = sb.Prediction.from_outputs(logits)
     torch.testing.assert_close(pred.probs, logits[0].softmax(-1), rtol=1e-14, atol=0)
     assert pred.epistemic.max() == 0
-    real = sb.Prediction.from_outputs(logits, "gaussian", scale=0.3)
+    real = sb.Prediction.from_outputs(logits, "gaussian", likelihood_std=0.3)
     assert torch.equal(real.mean, logits[0])
     assert real.epistemic.max() == 0
 
@@ -601,7 +604,7 @@ def test_real_uncertainty_is_the_law_of_total_variance() -> None:
     """Mean noise variance plus variance of the means; with a large common offset, where naive sums of squares fail."""
     output = torch.randn(12, 30, 2) * 0.01 + torch.tensor([1000.0, 0.0])
     pred = sb.Prediction.from_outputs(
-        output, "heteroscedastic_gaussian", members=3, scale=1.0
+        output, "heteroscedastic_gaussian", members=3, likelihood_std=1.0
     )
     mean, noise = (
         output[..., 0].double().numpy(),
@@ -614,7 +617,9 @@ def test_real_uncertainty_is_the_law_of_total_variance() -> None:
         pred.std.numpy() ** 2, mean.var(0) + noise.mean(0), rtol=1e-5
     )
     np.testing.assert_allclose(pred.mean.numpy(), mean.mean(0), rtol=1e-6)
-    known_noise = sb.Prediction.from_outputs(output[..., 0], "gaussian", scale=0.5)
+    known_noise = sb.Prediction.from_outputs(
+        output[..., 0], "gaussian", likelihood_std=0.5
+    )
     assert torch.equal(known_noise.aleatoric, torch.full((30,), 0.25))
 
 
@@ -624,9 +629,9 @@ def test_intervals_cover_a_known_gaussian(level: float) -> None:
     """Draws N(0, .6^2) with noise .8: the predictive is N(0, 1), so coverage and width are known."""
     generator = torch.Generator().manual_seed(0)
     output = 0.6 * torch.randn(100, 1500, dtype=torch.float64, generator=generator)
-    low, high = sb.Prediction.from_outputs(output, "gaussian", scale=0.8).interval(
-        level
-    )
+    low, high = sb.Prediction.from_outputs(
+        output, "gaussian", likelihood_std=0.8
+    ).interval(level)
     z = stats.norm.ppf((1 + level) / 2)
     covered = stats.norm.cdf(high.numpy()) - stats.norm.cdf(low.numpy())
     assert covered.mean() == pytest.approx(level, abs=0.01)
@@ -668,7 +673,7 @@ def guarded(config: sb.Config | None = None) -> Guarded:
 
 
 @pytest.mark.slow
-@given(st.integers(3, 60), st.integers(1, 4), st.booleans())
+@given(st.integers(1, 60), st.integers(1, 12), st.booleans())
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_chunks_bound_the_rows_of_a_forward_and_change_nothing(
     chunk: int, draws: int, keep: bool
@@ -678,7 +683,7 @@ def test_chunks_bound_the_rows_of_a_forward_and_change_nothing(
     whole = sb.predict(net, x, draws=draws)
     net.limits[0] = chunk
     pieces = sb.predict(net, x, draws=draws, chunk=chunk, keep_samples=keep)
-    assert pieces.count == whole.count == 3 * draws
+    assert pieces.count == whole.count == draws
     for name in ("mean", "member_mean", "total", "aleatoric", "epistemic"):
         torch.testing.assert_close(
             getattr(pieces, name), getattr(whole, name), rtol=0, atol=2e-6
@@ -687,23 +692,13 @@ def test_chunks_bound_the_rows_of_a_forward_and_change_nothing(
         torch.testing.assert_close(pieces.samples, whole.samples, rtol=0, atol=2e-6)
 
 
-def test_chunks_smaller_than_the_ensemble_are_respected_or_refused() -> None:
-    """The bound is a promise about memory."""
-    net = guarded()
-    net.limits[0] = 2
-    try:
-        sb.predict(net, torch.randn(4, 3), chunk=2)
-    except ValueError as error:
-        assert "chunk" in str(error)  # noqa: PT017
-
-
 def test_samples_are_dropped_on_request() -> None:
     """keep_samples=False holds nothing of size S, says so when asked, and gives the same summaries."""
     net, x = guarded(sb.Rank1(members=2, scale_init=0.3)), torch.randn(9, 3)
     results = []
     for keep in (True, False):
         torch.manual_seed(4)
-        results.append(sb.predict(net, x, draws=8, chunk=36, keep_samples=keep))
+        results.append(sb.predict(net, x, draws=16, chunk=36, keep_samples=keep))
     kept, dropped = results
     assert kept.samples.shape == (16, 9, C)
     held = [v for v in vars(dropped).values() if isinstance(v, Tensor)]
@@ -729,7 +724,9 @@ def test_real_predictions_stream_over_chunks() -> None:
             else sb.bayesianize(nn.Linear(3, 2), sb.Rank1(members=2, scale_init=0.3))
         )
         torch.manual_seed(4)
-        pred = sb.predict(head, x, draws=9, chunk=20, likelihood=likelihood, scale=0.5)
+        pred = sb.predict(
+            head, x, draws=9, chunk=20, likelihood=likelihood, likelihood_std=0.5
+        )
         values = pred.samples.double()
         torch.testing.assert_close(
             pred.epistemic.double(), values.var(0, unbiased=False), rtol=1e-4, atol=1e-7
@@ -761,7 +758,7 @@ def test_predict_inside_fixed_draws_uses_the_held_draws() -> None:
     with sb.fixed_draws(net, 8):
         whole = sb.predict(net, x)
         halves = [sb.predict(net, part).samples for part in x.split(3)]
-    assert whole.count == 8
+    assert whole.count == 4
     torch.testing.assert_close(torch.cat(halves, 1), whole.samples, rtol=0, atol=1e-6)
 
 

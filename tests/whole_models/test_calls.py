@@ -39,9 +39,11 @@ def test_the_padding_word_of_folded_draws_does_not_learn(config: Any) -> None:
     )
     words = torch.tensor([[1, 3, 5], [3, 3, 2]])
     gradients = []
-    for fold in (True, False):
+    for parallel in (True, False):
         net.zero_grad()
-        sb.sample(net, words, draws=8, seed=1, fold=fold).square().sum().backward()
+        sb.sample(
+            net, words, draws=8, seed=1, parallel=parallel
+        ).square().sum().backward()
         gradients.append(net[0].weight.grad)
     assert not gradients[0][3].any() and gradients[0][5].any()
     torch.testing.assert_close(*gradients)
@@ -100,7 +102,7 @@ def test_probabilities_are_no_logits(end: nn.Module, tmp_path: Path) -> None:
     net = sb.bayesianize(nn.Sequential(*mlp(), end), sb.Rank1(members=2))
     labels = torch.tensor([0, 1, 2, 0, 1, 2])
     if isinstance(end, nn.LogSoftmax):  # logarithms of probabilities are logits
-        with sb.fixed_draws(net, 2, seed=0):
+        with sb.fixed_draws(net, seed=0):
             outputs = sb.sample(net, X)
         torch.testing.assert_close(sb.predict(net, X, seed=0).samples, outputs.exp())
         return
@@ -208,19 +210,21 @@ class Overwrites(nn.Module):
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_models_that_write_into_their_inputs(config: Any, mixes: bool) -> None:
     net, given = sb.bayesianize(Overwrites(mixes), config).eval(), {"x": X.clone()}
-    with sb.fixed_draws(net, 4 * sb.members(net), seed=0):
-        total = 1 if isinstance(config, sb.Deterministic) else 4 * sb.members(net)
+    with sb.fixed_draws(net, 4, seed=0):
+        total = 1 if isinstance(config, sb.Deterministic) else 4
         wanted = torch.stack(
             [sb.materialize(net, draw=j)({"x": X.clone()}) for j in range(total)]
         )
-        for fold in (False, "auto"):
-            torch.testing.assert_close(sb.sample(net, given, fold=fold)[:total], wanted)
+        for parallel in (False, "auto"):
+            torch.testing.assert_close(
+                sb.sample(net, given, parallel=parallel)[:total], wanted
+            )
     for chunk in (
         None,
-        6 * sb.members(net),
-    ):  # all draws at once, and one of each member after the other
+        6,
+    ):  # all draws at once, and one after the other
         probs = sb.predict(
-            net, {"batch": given}, draws=4, seed=0, chunk=chunk, fold=False
+            net, {"batch": given}, draws=4, seed=0, chunk=chunk, parallel=False
         ).samples
         torch.testing.assert_close(probs, wanted.softmax(-1).expand_as(probs))
     assert torch.equal(given["x"], X)
@@ -241,9 +245,9 @@ def test_draws_begin_with_the_same_cache() -> None:
             sb.materialize(net, draw=j)(words[:, 3:], past_key_values=caches[j]).logits
             for j in range(3)
         ]
-        for fold in (False, "auto"):
+        for parallel in (False, "auto"):
             found = sb.sample(
-                net, words[:, 3:], past_key_values=cache, fold=fold
+                net, words[:, 3:], past_key_values=cache, parallel=parallel
             ).logits
             torch.testing.assert_close(found, torch.stack(wanted))
 
@@ -318,7 +322,7 @@ def by_member(outputs: Tensor, every: Tensor) -> list[int]:
 )
 def test_methods_share_rows_out_among_held_draws(config: Any) -> None:
     net = sb.bayesianize(Agent(), config)
-    with sb.fixed_draws(net, 3):
+    with sb.fixed_draws(net):
         every = sb.sample(net, X)
         scores, values = net.act(X)
     assert by_member(scores, every) == [0, 0, 1, 1, 2, 2]
@@ -342,8 +346,8 @@ def test_methods_of_a_copied_part_are_those_of_its_members() -> None:
     sb.bayesianize(net.agent, sb.Ensemble(members=3))
     with sb.fixed_draws(net):
         wanted = torch.stack([sb.materialize(net, draw=j)(X) for j in range(3)])
-    for fold in ("auto", False):
-        torch.testing.assert_close(sb.sample(net, X, fold=fold), wanted)
+    for parallel in ("auto", False):
+        torch.testing.assert_close(sb.sample(net, X, parallel=parallel), wanted)
     assert wanted.std(0).min() > 0
 
 
@@ -395,16 +399,13 @@ class Messages(nn.Module):
 )
 def test_inputs_that_are_objects_of_somebody(config: Any) -> None:
     net, graph = sb.bayesianize(Messages(), config).eval(), Graph()
-    with sb.fixed_draws(net, 3 * sb.members(net), seed=0), torch.no_grad():
+    with sb.fixed_draws(net, 4, seed=0), torch.no_grad():
         wanted = torch.stack(
-            [
-                sb.materialize(net, draw=j)(copy.copy(graph))
-                for j in range(3 * sb.members(net))
-            ]
+            [sb.materialize(net, draw=j)(copy.copy(graph)) for j in range(4)]
         )
         torch.testing.assert_close(sb.sample(net, graph), wanted)
     torch.testing.assert_close(
-        sb.predict(net, iter([graph]), draws=3, seed=0).samples, wanted.softmax(-1)
+        sb.predict(net, iter([graph]), draws=4, seed=0).samples, wanted.softmax(-1)
     )
     for use in (
         lambda: sb.sample(net, "text"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes import diagnostics as dg
-from slimbayes.decisions import Abstention, Temperature
+from slimbayes.decisions import Abstention, TemperatureScaling
 from slimbayes.distributions.families import Normal
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.heteroscedastic import noise_scale, noise_slope
@@ -218,26 +218,26 @@ def test_laplace_of_a_heteroscedastic_head_has_no_noise_of_its_own() -> None:
         over="weights",
         prior=sb.Normal(0.0, 10.0),
     )
-    assert fit.noise == 0.0 and abs(fit.log_likelihood - ll) < 0.1
+    assert fit.likelihood_std == 0.0 and abs(fit.log_likelihood - ll) < 0.1
 
 
 def test_temperature_one_leaves_far_predictions_alone() -> None:
     torch.manual_seed(0)
     net = sb.bayesianize(torch.nn.Linear(4, 3), sb.Rank1(members=2))
     x = torch.randn(50, 4)
-    p = sb.predict(net, 5 * x, far=sb.far(net, [(x, x)]), seed=0)
+    p = sb.predict(net, 5 * x, distance=sb.distance(net, [(x, x)]), seed=0)
     torch.testing.assert_close(
-        Temperature(1.0)(p).epistemic, p.epistemic, rtol=1e-4, atol=1e-5
+        TemperatureScaling(1.0)(p).epistemic, p.epistemic, rtol=1e-4, atol=1e-5
     )
 
 
 def test_decisions_refuse_nan_targets() -> None:
     p, y = (
-        Prediction.from_outputs(torch.zeros(1, 300), "gaussian", scale=1.0),
+        Prediction.from_outputs(torch.zeros(1, 300), "gaussian", likelihood_std=1.0),
         torch.full((300,), torch.nan),
     )
     with pytest.raises(ValueError):
-        Temperature.fit(p, y)
+        TemperatureScaling.fit(p, y)
     with pytest.raises(ValueError):
         Abstention.fit(p, y, tolerance=1.0)
 
@@ -257,10 +257,12 @@ def test_spread_is_judged_target_by_target() -> None:
     z, out = torch.randn(64, 2), torch.zeros(1, 64, 2, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sb.heteroscedastic_gaussian(out, z + torch.tensor([0.0, 500.0]), scale=1.0)
+        sb.heteroscedastic_gaussian(
+            out, z + torch.tensor([0.0, 500.0]), likelihood_std=1.0
+        )
     with pytest.warns(UserWarning, match="bounds their noise"):
         sb.heteroscedastic_gaussian(
-            out, z * torch.tensor([1.0, 1e3]), scale=torch.tensor([1e3, 1.0])
+            out, z * torch.tensor([1.0, 1e3]), likelihood_std=torch.tensor([1e3, 1.0])
         )
 
 

@@ -265,7 +265,7 @@ def test_an_interrupted_call_leaves_nothing_open(call: str) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "bare": lambda: model(x),
         "sample": lambda: sb.sample(model, x),
-        "sample-loop": lambda: sb.sample(model, x, fold=False),
+        "sample-loop": lambda: sb.sample(model, x, parallel=False),
         "predict": lambda: sb.predict(model, x),
         "part": lambda: nn.Sequential(model[0], model[1])(x),
     }
@@ -688,9 +688,9 @@ def test_random_modules_of_the_user_are_never_shared_between_draws(place: str) -
     )
     model, x = sb.bayesianize(nn.Sequential(*parts), MEMBERS).eval(), torch.zeros(5, 4)
     for run in (
-        lambda: sb.sample(model, x, draws=8),
-        lambda: sb.sample(model, x, draws=8, fold=False),
-        lambda: sb.predict(model, x, draws=8, likelihood="gaussian").samples,
+        lambda: sb.sample(model, x, draws=16),
+        lambda: sb.sample(model, x, draws=16, parallel=False),
+        lambda: sb.predict(model, x, draws=16, likelihood="gaussian").samples,
     ):
         with quietly():
             outputs = run()
@@ -773,7 +773,7 @@ def test_an_empty_batch_gives_empty_outputs_or_words(method: str, call: str) -> 
             elif call == "sample":
                 assert sb.sample(model, x).shape == (count, 0, 3)
             elif call == "sample-loop":
-                assert sb.sample(model, x, fold=False).shape == (count, 0, 3)
+                assert sb.sample(model, x, parallel=False).shape == (count, 0, 3)
             elif call == "fixed":
                 with sb.fixed_draws(model):
                     assert sb.sample(model, x).shape == (count, 0, 3)

@@ -107,9 +107,9 @@ def test_models_that_collect_hidden_states_by_hooks_give_each_once(config: Any) 
             sb.materialize(net, draw=j)(words, output_hidden_states=True).hidden_states
             for j in range(2)
         ]
-        for fold in ("auto", False, "auto"):
+        for parallel in ("auto", False, "auto"):
             found = sb.sample(
-                net, words, output_hidden_states=True, fold=fold
+                net, words, output_hidden_states=True, parallel=parallel
             ).hidden_states
             assert len(found) == len(plain[0]) == 3
             for layer, one in enumerate(found):
@@ -157,12 +157,10 @@ def test_layers_that_meet_some_of_the_rows_later(
 ) -> None:
     net, x = sb.bayesianize(SomeRows(sure), config).eval(), torch.randn(12, 4)
     every, valid = torch.ones(12, dtype=torch.bool), torch.randperm(12) < count
-    sb.sample(net, x, every, draws=2), net(x, every)
+    sb.sample(net, x, every, draws=4), net(x, every)
     net.sure.fill_(net.sure * 0)
-    with sb.fixed_draws(net, 2 * sb.members(net)):
-        wanted = torch.stack(
-            [sb.materialize(net, draw=j)(x, valid) for j in range(2 * sb.members(net))]
-        )
+    with sb.fixed_draws(net, 4):
+        wanted = torch.stack([sb.materialize(net, draw=j)(x, valid) for j in range(4)])
         by_member(net(x, valid), wanted)
         torch.testing.assert_close(sb.sample(net, x, valid), wanted)
 
@@ -204,13 +202,13 @@ def test_intervals_without_noise_are_told_to_be_those_of_the_mean() -> None:
         draws=8,
         likelihood="gaussian",
     )
-    with pytest.warns(sb.SlimbayesWarning, match=r"those of the mean.*scale="):
+    with pytest.warns(sb.SlimbayesWarning, match=r"those of the mean.*likelihood_std="):
         found.interval(0.9)
     sb.predict(
         sb.bayesianize(nn.Linear(4, 1), sb.MeanField()),
         X,
         likelihood="gaussian",
-        scale=0.1,
+        likelihood_std=0.1,
     ).interval(0.9)
     sb.predict(sb.bayesianize(mlp(), sb.MeanField()), X, draws=8).interval(0.9)
 
@@ -275,8 +273,8 @@ def test_outputs_that_are_objects_of_somebody(
     config: Any, mixes: bool, makes: Any
 ) -> None:
     net = sb.bayesianize(Decides(makes, mixes), config).eval()
-    with sb.fixed_draws(net, 2 * sb.members(net), seed=0):
-        plain = [sb.materialize(net, draw=j)(X) for j in range(2 * sb.members(net))]
+    with sb.fixed_draws(net, 4, seed=0):
+        plain = [sb.materialize(net, draw=j)(X) for j in range(4)]
         wanted = torch.stack([told_by(one) for one in plain])
         found = sb.sample(net, X)
         torch.testing.assert_close(told_by(found), wanted)
@@ -289,7 +287,7 @@ def test_outputs_that_are_objects_of_somebody(
         by_member(told_by(net(X)), wanted)
     name = "mean" if makes is normal else "logits"
     samples = sb.predict(
-        net, X, draws=2, seed=0, likelihood="gaussian", output=name
+        net, X, draws=4, seed=0, likelihood="gaussian", output=name
     ).samples
     torch.testing.assert_close(samples, wanted)
     if isinstance(config, sb.Ensemble):
@@ -440,7 +438,7 @@ def test_what_calls_layers_after_the_draws_are_gone_is_told(
         UserWarning, match="What it returned calls them later, when each draws anew"
     ):
         sb.bayesianize(Lazy(how), config)(X)
-    for options in ({}, {"fold": False}):
+    for options in ({}, {"parallel": False}):
         with (
             pytest.warns(UserWarning, match="calls them later"),
             pytest.raises(ValueError, match="after the draws are"),
@@ -486,7 +484,7 @@ def test_numbers_and_words_that_draws_return_are_their_own() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "fold"),
+    ("config", "parallel"),
     each(
         [
             sb.MeanField(scale_init=0.3),
@@ -497,7 +495,7 @@ def test_numbers_and_words_that_draws_return_are_their_own() -> None:
     ),
 )
 def test_steps_with_a_cache_are_those_of_the_draws_that_filled_it(
-    config: Any, fold: Any
+    config: Any, parallel: Any
 ) -> None:
     transformers = pytest.importorskip("transformers")
     size = {
@@ -517,10 +515,10 @@ def test_steps_with_a_cache_are_those_of_the_draws_that_filled_it(
             sb.materialize(net, draw=j)(words, use_cache=False).logits[:, -1]
             for j in range(3)
         ]
-        cache = sb.sample(net, words[:, :4], fold=fold).past_key_values
+        cache = sb.sample(net, words[:, :4], parallel=parallel).past_key_values
         for step in (4, 5):
             found = sb.sample(
-                net, words[:, step : step + 1], past_key_values=cache, fold=fold
+                net, words[:, step : step + 1], past_key_values=cache, parallel=parallel
             )
             cache = found.past_key_values
         torch.testing.assert_close(found.logits[:, :, -1], torch.stack(wanted))
@@ -611,14 +609,16 @@ def test_gradients_divided_by_how_often_a_word_occurs_are_those_of_each_draw(
         torch.randint(0, 9, (6, 5)),
         [],
     )
-    for fold in (False, "auto"):
+    for parallel in (False, "auto"):
         net.zero_grad()
         with (
             pytest.warns(UserWarning, match="how often a word occurs")
-            if fold
+            if parallel
             else nullcontext()
         ):
-            sb.sample(net, words, draws=2, seed=1, fold=fold).square().sum().backward()
+            sb.sample(
+                net, words, draws=2, seed=1, parallel=parallel
+            ).square().sum().backward()
         gradients.append(net.table.weight.grad)
     net(words)  # rows share out the members, as before
     torch.testing.assert_close(*gradients)
@@ -672,14 +672,12 @@ def test_norms_without_running_statistics_are_those_of_each_draw_when_nothing_tr
         nn.Linear(8, 3),
     )
     net = sb.bayesianize(nn.Sequential(*layers), config, include="0|3").eval()
-    with sb.fixed_draws(net, 2 * sb.members(net), seed=0):
-        wanted = torch.stack(
-            [sb.materialize(net, draw=j)(X) for j in range(2 * sb.members(net))]
-        )
+    with sb.fixed_draws(net, 4, seed=0):
+        wanted = torch.stack([sb.materialize(net, draw=j)(X) for j in range(4)])
         torch.testing.assert_close(sb.sample(net, X), wanted)
         by_member(net(X), wanted)
     torch.testing.assert_close(
-        sb.predict(net, X, draws=2, seed=0).samples, wanted.softmax(-1)
+        sb.predict(net, X, draws=4, seed=0).samples, wanted.softmax(-1)
     )
 
 

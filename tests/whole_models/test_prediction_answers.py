@@ -41,7 +41,7 @@ def test_what_is_given_in_place_of_numbers_is_named() -> None:
         sb.elbo(torch.tensor(1.0), model, [rows])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="draw_log_prob"):
         sb.stacking_weights(sb.predict(model, rows, likelihood="bernoulli"))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="far takes batches"):
-        sb.far(model, rows)
+    with pytest.raises(TypeError, match="distance takes batches"):
+        sb.distance(model, rows)
     with pytest.raises(ValueError, match="noise must be"):
         BayesRegressor(noise=None).fit(rows.numpy(), rows[:, 0].numpy())

@@ -273,7 +273,7 @@ def test_every_posterior_reaches_the_output_in_eval(
             moved[-1] = (
                 0.0 if hasattr(factor, "rho") else 1.0 + torch.rand_like(moved[-1])
             )  # the last member alone
-            first, second = main(sb.sample(model, *args, draws=2, **kwargs)).split(
+            first, second = main(sb.sample(model, *args, draws=4, **kwargs)).split(
                 2
             )  # two draws of each member
             changed = (
@@ -339,7 +339,8 @@ def test_folded_draws_equal_one_forward_per_member(case: Case) -> None:
     scatter(case.convert(model, METHODS["batchensemble"]))
     with torch.no_grad():
         folded, looped = (
-            main(sb.sample(model, *args, fold=fold, **kwargs)) for fold in (True, False)
+            main(sb.sample(model, *args, parallel=parallel, **kwargs))
+            for parallel in (True, False)
         )
     assert (folded[0] - folded[1]).abs().max() > 1e-2
     torch.testing.assert_close(folded, looped, atol=1e-5, rtol=1e-4)
@@ -353,25 +354,25 @@ def plain_output_of(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("parallel", [True, False])
 def test_sample_keeps_the_output_type_and_adds_the_draws_axis_to_every_tensor(
-    fold: bool,
+    parallel: bool,
 ) -> None:
     plain = bert(attn_implementation="eager").eval()
     options = {"output_hidden_states": True, "output_attentions": True}
     batch = CASES["bert"].kwargs() | {"labels": torch.tensor([0, 1, 2])}
     expected = plain(**batch, **options)
     model = sb.bayesianize(plain, METHODS["normal"])
-    if fold:  # a loss has no rows: every draw has its own, which folded draws could not tell apart
+    if parallel:  # a loss has no rows: every draw has its own, which folded draws could not tell apart
         with pytest.raises(
             ValueError,
             match="output 0, which has no rows, mixes rows of different draws",
         ):
-            sb.sample(model, **batch, **options, draws=3, fold=True)
+            sb.sample(model, **batch, **options, draws=6, parallel=True)
         del batch["labels"]
         expected = plain_output_of(copy.deepcopy(model), batch, options)
-    drawn = sb.sample(model, **batch, **options, draws=3, fold=fold)
-    if not fold:
+    drawn = sb.sample(model, **batch, **options, draws=6, parallel=parallel)
+    if not parallel:
         assert drawn.loss.shape == (6,) and len(drawn.loss.unique()) == 6
     assert type(drawn) is type(expected)
     assert drawn.keys() == expected.keys()
@@ -392,7 +393,7 @@ def test_sample_keeps_tuples_and_dicts() -> None:
             return {"mean": y, "parts": (y + x["b"], "label")}
 
     model = sb.bayesianize(Two(), METHODS["normal"])
-    out = sb.sample(model, {"a": torch.randn(3, 4), "b": torch.randn(3, 1)}, draws=2)
+    out = sb.sample(model, {"a": torch.randn(3, 4), "b": torch.randn(3, 1)}, draws=4)
     assert out["mean"].shape == (4, 3, 2)
     assert out["parts"][1] == "label"
     assert isinstance(out["parts"], tuple)
@@ -452,12 +453,12 @@ def test_predict_chunks_the_batches_of_transformers(wrap: type) -> None:
         lambda m, args, out: seen.append(args[0].shape[0])
     )
     batch = {"input_ids": torch.randint(1, WORDS, (6, L))}
-    assert sb.predict(model, wrap(batch), draws=2, chunk=4).probs.shape == (
+    assert sb.predict(model, wrap(batch), draws=4, chunk=4).probs.shape == (
         6,
         C,
     )  # the first call also locates rows
     seen.clear()
-    assert sb.predict(model, wrap(batch), draws=2, chunk=4).probs.shape == (6, C)
+    assert sb.predict(model, wrap(batch), draws=4, chunk=4).probs.shape == (6, C)
     assert max(seen) <= 4
     assert sum(seen) == 6 * 2 * 2
 
@@ -472,8 +473,8 @@ def test_sequence_first_encoder_takes_a_padding_mask() -> None:
     x, mask = torch.randn(L, B, 32), padding() == 0
     with torch.no_grad():
         folded, looped = (
-            sb.sample(model, x, src_key_padding_mask=mask, fold=fold)
-            for fold in (True, False)
+            sb.sample(model, x, src_key_padding_mask=mask, parallel=parallel)
+            for parallel in (True, False)
         )
     torch.testing.assert_close(folded, looped, atol=1e-5, rtol=1e-4)
 
@@ -483,7 +484,8 @@ def test_causal_mask_of_as_many_tokens_as_rows_is_no_batch() -> None:
     x, mask = torch.randn(L, L, 32), nn.Transformer.generate_square_subsequent_mask(L)
     with torch.no_grad():
         folded, looped = (
-            sb.sample(model, x, mask=mask, fold=fold) for fold in (True, False)
+            sb.sample(model, x, mask=mask, parallel=parallel)
+            for parallel in (True, False)
         )
     torch.testing.assert_close(folded, looped, atol=1e-5, rtol=1e-4)
 
@@ -492,7 +494,7 @@ def test_undeclared_sequence_first_layout_is_never_silently_wrong() -> None:
     model = scatter(sb.bayesianize(encoder(False).eval(), METHODS["batchensemble"]))
     x = torch.randn(L, B, 32)
     with torch.no_grad():
-        looped = sb.sample(model, x, fold=False)
+        looped = sb.sample(model, x, parallel=False)
         with contextlib.suppress(
             ValueError
         ):  # a refusal is as good as the right answer
@@ -848,7 +850,7 @@ LOSSES: dict[str, Callable[[nn.Module, dict[str, Tensor]], Tensor]] = {
         sb.sample(model, **batch, rows="split").logits.square().mean()
     ),
     "looped": lambda model, batch: (
-        sb.sample(model, **batch, fold=False).logits.square().mean()
+        sb.sample(model, **batch, parallel=False).logits.square().mean()
     ),
     "two passes": lambda model, batch: (
         sb.sample(model, **batch).logits * sb.sample(model, **batch).logits

@@ -129,7 +129,7 @@ class Sampler(nn.Module):
 def test_models_that_draw_gamma_variables_fold_and_follow_the_seed(family: str) -> None:
     net = sb.bayesianize(Sampler(family).eval(), sb.Rank1(members=2))
     first, again, other = (
-        sb.sample(net, X, draws=2, seed=s, fold=True) for s in (3, 3, 4)
+        sb.sample(net, X, draws=2, seed=s, parallel=True) for s in (3, 3, 4)
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -137,7 +137,9 @@ def test_models_that_draw_gamma_variables_fold_and_follow_the_seed(family: str) 
         held = [sb.sample(net, X) for _ in range(2)]
     assert not torch.equal(*held)  # the network is held, what it draws is not
     one, two = (
-        sb.predict(net, X, draws=2, seed=6, likelihood="gaussian", scale=1.0).samples
+        sb.predict(
+            net, X, draws=2, seed=6, likelihood="gaussian", likelihood_std=1.0
+        ).samples
         for _ in range(2)
     )
     assert torch.equal(one, two)
@@ -230,7 +232,7 @@ def test_layers_that_compute_their_weight_by_a_property_run_their_own_forward(
     assert outputs.std(0).min() > 0
     torch.testing.assert_close(
         sb.sample(net, X, seed=3, draws=2),
-        sb.sample(net, X, seed=3, draws=2, fold=False),
+        sb.sample(net, X, seed=3, draws=2, parallel=False),
     )
 
 

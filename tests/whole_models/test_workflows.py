@@ -33,10 +33,6 @@ class Net(nn.Module):
         return self.run(self, *args)
 
 
-def draws_of(net: nn.Module) -> int:
-    return 3 // sb.members(net)
-
-
 def product(net: Any, x: Tensor) -> Tensor:
     """Keeps the product of two layers' weights."""
     if net.kept is None:
@@ -73,11 +69,11 @@ def test_what_was_computed_from_drawn_weights_is_not_kept_for_the_next_draw(
     for seed in range(2):
         with sb.fixed_draws(net, 3, seed=seed):
             wanted = torch.stack([sb.materialize(net, draw=j)(X) for j in range(3)])
-            for fold in ("auto", False):
-                torch.testing.assert_close(sb.sample(net, X, fold=fold), wanted)
+            for parallel in ("auto", False):
+                torch.testing.assert_close(sb.sample(net, X, parallel=parallel), wanted)
             assert_rows_of_draws(net(X), list(wanted), 0)
         torch.testing.assert_close(
-            sb.predict(net, X, draws=draws_of(net), seed=seed).samples,
+            sb.predict(net, X, draws=3, seed=seed).samples,
             wanted.softmax(-1),
         )
     net(X)
@@ -159,7 +155,7 @@ def test_scripted_parts_are_left_alone() -> None:
     net = sb.bayesianize(net, sb.BatchEnsemble(members=3), include="b").eval()
     with sb.fixed_draws(net):
         wanted = torch.stack([sb.materialize(net, draw=j)(X) for j in range(3)])
-        torch.testing.assert_close(sb.sample(net, X, fold=True), wanted)
+        torch.testing.assert_close(sb.sample(net, X, parallel=True), wanted)
     torch.testing.assert_close(sb.predict(net, X).samples, wanted.softmax(-1))
 
 
@@ -268,14 +264,14 @@ def test_weights_that_a_model_keeps_in_a_list_are_told_to_be_as_they_were() -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "fold"),
+    ("config", "parallel"),
     each(
         [sb.MeanField(estimator="local"), sb.MCDropout(), sb.DropConnect(), sb.Rank1()],
         ["auto", False],
     ),
 )
 def test_what_is_drawn_late_from_a_seed_is_the_same_when_it_is_recomputed(
-    config: Any, fold: Any
+    config: Any, parallel: Any
 ) -> None:
     gradients = []
     for reentrant in (None, True, False):
@@ -291,7 +287,7 @@ def test_what_is_drawn_late_from_a_seed_is_the_same_when_it_is_recomputed(
             sb.bayesianize(Net(run, drop=nn.Dropout(0.5)), config),
             X.clone().requires_grad_(),
         )
-        out = sb.sample(net, x, draws=3, seed=5, fold=fold)
+        out = sb.sample(net, x, draws=3, seed=5, parallel=parallel)
         (out * torch.arange(1.0, out.numel() + 1).view(out.shape)).sum().backward()
         gradients.append(
             [x.grad, *(p.grad for p in net.parameters() if p.grad is not None)]
@@ -323,14 +319,19 @@ def test_models_that_take_derivatives_in_their_forward_are_folded_and_predict(
 
     net = sb.bayesianize(Net(forces), config).eval()
     with sb.fixed_draws(net, 3, seed=0):
-        wanted = sb.sample(net, X.clone(), fold=False)
-        torch.testing.assert_close(sb.sample(net, X.clone(), fold=True), wanted)
+        wanted = sb.sample(net, X.clone(), parallel=False)
+        torch.testing.assert_close(sb.sample(net, X.clone(), parallel=True), wanted)
     found = sb.predict(
-        net, X.clone(), draws=draws_of(net), seed=0, likelihood="gaussian", scale=1.0
+        net,
+        X.clone(),
+        draws=3,
+        seed=0,
+        likelihood="gaussian",
+        likelihood_std=1.0,
     ).samples
     torch.testing.assert_close(found, wanted)
     assert not found.requires_grad and wanted.std(0).max() > 0
-    sb.sample(net.train(), X.clone(), draws=draws_of(net)).square().sum().backward()
+    sb.sample(net.train(), X.clone(), draws=3).square().sum().backward()
     assert all(p.grad is not None for n, p in net.named_parameters() if "weight" in n)
 
 
@@ -348,7 +349,7 @@ def test_points_with_as_many_coordinates_as_there_are_rows_are_no_rows() -> None
     inputs = X[:3], X[:3].sin(), torch.randn(7, 3), torch.randn(6, 3)
     with sb.fixed_draws(net):
         wanted = torch.stack([sb.materialize(net, draw=j)(*inputs) for j in range(3)])
-        torch.testing.assert_close(sb.sample(net, *inputs, fold=True), wanted)
+        torch.testing.assert_close(sb.sample(net, *inputs, parallel=True), wanted)
 
 
 @pytest.mark.parametrize("config", [*MEMBERS, sb.MeanField(scale_init=0.2)])
@@ -405,7 +406,7 @@ def test_weights_that_a_layer_reads_from_a_dict_of_its_own_are_told(
             sb.bayesianize(Remembers(), config),
             X,
             torch.ones(5, 1, dtype=torch.bool),
-            fold=False,
+            parallel=False,
         )
 
 
@@ -424,8 +425,8 @@ def test_states_that_show_only_after_some_calls_are_those_of_one_draw(
     config: Any,
 ) -> None:
     net = sb.bayesianize(Net(charge, charge=None), config)
-    with sb.fixed_draws(net, 2 * sb.members(net)):
-        plain = [sb.materialize(net, draw=j) for j in range(sb.members(net) * 2)]
+    with sb.fixed_draws(net, 4):
+        plain = [sb.materialize(net, draw=j) for j in range(4)]
         with pytest.warns(
             UserWarning, match="it keeps 'charge' from one call for the next"
         ):
@@ -458,7 +459,7 @@ def test_random_numbers_that_a_model_seeds_itself_are_those_of_each_draw(
         wanted = torch.stack([sb.materialize(net, draw=j)(X) for j in range(3)])
         with pytest.warns(UserWarning, match="it seeds random numbers itself"):
             torch.testing.assert_close(sb.sample(net, X), wanted)
-    sb.sample(sb.bayesianize(Net(freely), config), X, fold=True)
+    sb.sample(sb.bayesianize(Net(freely), config), X, parallel=True)
 
 
 @pytest.mark.parametrize("config", [sb.MeanField(), *MEMBERS])
@@ -606,6 +607,6 @@ def test_parameters_of_attention_that_are_used_past_its_forward_are_drawn(
     with sb.fixed_draws(net, 3):
         wanted = torch.stack([sb.materialize(net, draw=j)(x, y) for j in range(3)])
         torch.testing.assert_close(sb.sample(net, x, y), wanted)
-        torch.testing.assert_close(sb.sample(net, x, y, fold=False), wanted)
+        torch.testing.assert_close(sb.sample(net, x, y, parallel=False), wanted)
     assert not torch.allclose(wanted[0], wanted[1])
     assert type(net.attention.out_proj) is type(nn.MultiheadAttention(8, 2).out_proj)

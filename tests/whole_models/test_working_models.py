@@ -129,7 +129,7 @@ def converted(make: Callable[[], nn.Module], method: str) -> nn.Module:
 def test_draws_are_written_out_models_batch_after_batch(name: str, method: str) -> None:
     make, inputs, rows = CASES[name]
     model = converted(make, method)
-    draws = 3 // sb.members(model)
+    draws = 3
     for training in (False, True):
         model.train(training)
         for count in (B, 4):
@@ -153,7 +153,7 @@ def test_draws_are_written_out_models_batch_after_batch(name: str, method: str) 
             assert_rows_of_draws(
                 bare, expected, 0 if training and name == "early-exit" else rows
             )
-            one_by_one = sb.sample(model, *args, draws=draws, seed=1, fold=False)
+            one_by_one = sb.sample(model, *args, draws=draws, seed=1, parallel=False)
             assert_equal(
                 sb.sample(model, *args, draws=draws, seed=1), one_by_one, "another fold"
             )
@@ -167,9 +167,9 @@ def test_rows_that_are_left_alone_fold_without_a_word(name: str) -> None:
     make, inputs, _ = CASES[name]
     model = converted(make, "batch-ensemble")
     args = inputs(B)
-    sb.sample(model, *args, seed=1, fold=True)
+    sb.sample(model, *args, seed=1, parallel=True)
     sb.sample(
-        model.train(), *args, seed=1, fold=True
+        model.train(), *args, seed=1, parallel=True
     )  # the translator's coin is the same for all its trials
 
 
@@ -238,7 +238,7 @@ def test_draws_that_keep_something_between_calls_keep_it_apart(
         plains = held(model, 3)
         for _ in range(2):
             assert_equal(
-                sb.sample(model, x, fold=False),
+                sb.sample(model, x, parallel=False),
                 torch.stack([plain(x) for plain in plains]),
             )
 
@@ -247,10 +247,10 @@ def test_draws_that_keep_something_between_calls_keep_it_apart(
 def test_a_state_that_is_set_by_hand_is_where_all_draws_begin() -> None:
     model, x = converted(wm.Remembering, "mean-field"), torch.randn(B, 4)
     with sb.fixed_draws(model, 3):
-        first = sb.sample(model, x, fold=False)
+        first = sb.sample(model, x, parallel=False)
         model.hidden = None
-        assert_equal(sb.sample(model, x, fold=False), first)
-        assert float((sb.sample(model, x, fold=False) - first).abs().max()) > 1e-3
+        assert_equal(sb.sample(model, x, parallel=False), first)
+        assert float((sb.sample(model, x, parallel=False) - first).abs().max()) > 1e-3
 
 
 class Nested(nn.Module):
@@ -299,7 +299,7 @@ def test_what_lies_within_containers_is_kept_apart_and_tensors_of_any_kind_are_t
 
 def test_statistics_of_norms_are_shared_by_draws_one_by_one() -> None:
     model = converted(lambda: wm.UNet(nn.BatchNorm2d), "batch-ensemble")
-    sb.sample(model, torch.randn(B, 1, 8, 8), fold=False)
+    sb.sample(model, torch.randn(B, 1, 8, 8), parallel=False)
     assert int(model.one[1].num_batches_tracked) == 3
 
 
@@ -338,7 +338,7 @@ def sure_by(reads: Callable[[Tensor], Any]) -> type[wm.EarlyExit]:
 def test_a_branch_on_all_rows_is_seen_before_it_is_taken(reads: Any) -> None:
     model, x = converted(sure_by(reads), "rank1-example"), torch.randn(B, 5)
     with pytest.raises(ValueError, match="decides what the model does"):
-        sb.sample(model, 0.1 * x, fold=True)  # of which no row is sure
+        sb.sample(model, 0.1 * x, parallel=True)  # of which no row is sure
 
 
 @torch.no_grad()
@@ -348,7 +348,9 @@ def test_a_look_for_what_is_no_number_keeps_rows_apart() -> None:
             torch.isnan(confidence).any() or not torch.isfinite(confidence).all()
         )
 
-    sb.sample(converted(sure_by(reads), "rank1-example"), torch.randn(B, 5), fold=True)
+    sb.sample(
+        converted(sure_by(reads), "rank1-example"), torch.randn(B, 5), parallel=True
+    )
 
 
 @pytest.fixture
@@ -376,7 +378,7 @@ def test_distributions_that_look_at_their_parameters_keep_rows_apart() -> None:
             )
 
     model = sb.bayesianize(Draws(), sb.Rank1(members=3))
-    assert sb.sample(model, torch.randn(B, 4), fold=True).shape == (3, B, 4)
+    assert sb.sample(model, torch.randn(B, 4), parallel=True).shape == (3, B, 4)
     with pytest.raises(
         ValueError, match="constraint"
     ):  # outside of trials they look as before
@@ -422,5 +424,5 @@ def test_training_that_goes_another_way_is_found_out_within_a_few_calls() -> Non
             sb.sample(net, large, seed=0)
     assert sum("looked again" in str(w.message) for w in said) == 1
     assert_equal(
-        sb.sample(net, large, seed=0), sb.sample(net, large, seed=0, fold=False)
+        sb.sample(net, large, seed=0), sb.sample(net, large, seed=0, parallel=False)
     )

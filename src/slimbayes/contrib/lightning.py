@@ -28,7 +28,7 @@ from slimbayes.lab.execution import seed_everything
 from slimbayes.prediction.batches import IGNORED
 from slimbayes.prediction.predict import find_output, predict
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.prediction.sample import sample
+from slimbayes.prediction.sample import members, sample
 from slimbayes.train import schedules
 from slimbayes.train.elbo import ELBO, elbo
 from slimbayes.train.likelihoods import Form, LikelihoodName, likelihood_named
@@ -46,6 +46,8 @@ else:
         raise ImportError(
             'slimbayes.contrib.lightning needs Lightning: pip install "slimbayes[lab]"'
         ) from error
+
+_EACH = 8  # draws of each member in a prediction, by default
 
 Optimizers = Callable[[list[dict[str, Any]]], Any]
 
@@ -66,14 +68,15 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         model: a converted model.
         num_data: as in `elbo`: rows of the training set, of all processes together, not of a batch.
         likelihood: what the outputs parameterise.
-        draws: of each member in a training step.
-        predict_draws: of each member in validation, test and prediction.
+        draws: number of draws in a training step; by default one of each member.
+        predict_draws: number of draws in validation, test and prediction; by default eight of each member.
         optimizer: from parameter groups (`slimbayes.param_groups`) to anything `configure_optimizers` may return.
         weight_decay: of the network's own parameters.
         kl_schedule: the KL's weight after so many optimizer steps, from `slimbayes.train.schedules`.
         temperature: as in `elbo`; below 1 for a tempered posterior.
         form: how draws join in the likelihood.
-        noise: standard deviation of the targets' noise, of "gaussian"; of the targets, of "heteroscedastic_gaussian".
+        likelihood_std: standard deviation of the targets' noise, of "gaussian"; of the targets, of
+            "heteroscedastic_gaussian".
         seed: makes the random numbers of each training step a function of it and of the step.
 
     Example:
@@ -89,13 +92,13 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         model: nn.Module,
         num_data: int,
         likelihood: LikelihoodName = "categorical",
-        draws: int = 1,
-        predict_draws: int = 8,
+        draws: int | None = None,
+        predict_draws: int | None = None,
         optimizer: Optimizers = adamw,
         weight_decay: float | Mapping[str, float] = 0.0,
         kl_schedule: schedules.Schedule | None = None,
         form: Form = "average",
-        noise: float = 1.0,
+        likelihood_std: float = 1.0,
         seed: int | None = None,
         temperature: float = 1.0,
     ) -> None:
@@ -107,12 +110,15 @@ class BayesModule(LightningModule):  # type: ignore[misc]
                 f"num_data must be the size of the training set, at least 1, got {num_data!r}."
             )
         self.model, self.num_data, self.likelihood = model, num_data, likelihood
-        self.draws, self.predict_draws = draws, predict_draws
+        self.draws = draws
+        self.predict_draws = (
+            _EACH * members(model) if predict_draws is None else predict_draws
+        )
         self.optimizer, self.weight_decay = optimizer, weight_decay
         self.kl_schedule = kl_schedule or schedules.constant()
-        self.form, self.noise, self.seed, self.temperature = (
+        self.form, self.likelihood_std, self.seed, self.temperature = (
             form,
-            noise,
+            likelihood_std,
             seed,
             temperature,
         )
@@ -132,7 +138,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         return {"rmse": metrics.RMSE(), "lpd": metrics.LPD(), "crps": metrics.CRPS()}
 
     def forward(self, x: Any) -> Any:
-        """Outputs (S, B, ...) of the model under S = members x draws draws."""
+        """Outputs (S, B, ...) of the model under the draws of a training step."""
         if isinstance(x, Mapping):
             return sample(self.model, draws=self.draws, **x)
         return sample(
@@ -141,7 +147,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
 
     def terms(self, x: Any, y: Tensor, kl_weight: float = 1.0) -> ELBO:
         """Loss, nll and kl of a batch."""
-        nll = self.meaning.nll(find_output(self(x)), y, self.form, self.noise)
+        nll = self.meaning.nll(find_output(self(x)), y, self.form, self.likelihood_std)
         return elbo(
             nll, self.model, self.num_data, kl_weight, temperature=self.temperature
         )
@@ -211,14 +217,14 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         )
 
     def _predict(self, x: Any) -> Prediction:
-        scale = 0.0 if self.meaning.discrete else self.noise
+        std = 0.0 if self.meaning.discrete else self.likelihood_std
         inputs = tuple(x) if isinstance(x, list) else x
         return predict(
             self.model,
             inputs,
             draws=self.predict_draws,
             likelihood=self.likelihood,
-            scale=scale,
+            likelihood_std=std,
         )
 
     def configure_optimizers(self) -> Any:

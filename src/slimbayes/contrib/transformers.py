@@ -30,6 +30,7 @@ from slimbayes.prediction.batches import (
 )
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
+from slimbayes.prediction.sample import members
 from slimbayes.train import schedules
 from slimbayes.train.elbo import kl, warn_of_dwarfed
 from slimbayes.train.optim import param_groups
@@ -38,6 +39,7 @@ from slimbayes.untrusted import check_tensors
 FOLDER = (
     "posterior"  # of a checkpoint: what `sb.load(model, checkpoint / FOLDER)` reads
 )
+_EVALUATED, _TOLD = 4, 8  # draws of each member by default, in evaluation and in use
 
 
 class BayesTrainer(Trainer):
@@ -56,7 +58,7 @@ class BayesTrainer(Trainer):
         num_data: over how many targets the model's loss is a mean in the whole training set: by default its rows; a
             language model's is the number of its target tokens, which must be given.
         kl_schedule: the KL's weight after so many optimizer steps, from `slimbayes.train.schedules`.
-        draws: of every member, in evaluation.
+        draws: number of draws in evaluation; by default four of each member.
     """
 
     compute_metrics: Any
@@ -68,7 +70,7 @@ class BayesTrainer(Trainer):
         args: Any = None,
         num_data: int | None = None,
         kl_schedule: schedules.Schedule | None = None,
-        draws: int = 4,
+        draws: int | None = None,
         **options: Any,
     ) -> None:
         conversions_of(model)  # says what to do if it is not converted
@@ -78,6 +80,8 @@ class BayesTrainer(Trainer):
             )
         super().__init__(model, args, **options)
         self.num_data, self.draws = num_data, draws
+        if draws is None:
+            self.draws = _EVALUATED * members(model)
         self.kl_schedule = kl_schedule or schedules.constant()
         self.kept_metrics = self.compute_metrics
         self.compute_metrics = self._scores
@@ -301,7 +305,7 @@ def classify(
     model: Any,
     tokenizer: Any,
     texts: str | Sequence[str],
-    draws: int = 8,
+    draws: int | None = None,
     batch_size: int = 32,
     seed: Seed = None,
 ) -> list[dict[str, Any]]:
@@ -310,7 +314,7 @@ def classify(
     Args:
         model: a converted model for sequence classification.
         texts: several, or one.
-        draws: of every member.
+        draws: number of draws; by default eight of each member.
 
     Returns:
         for each text its label, the label's probability as "score", the entropy of the prediction in nats, and the
@@ -322,6 +326,7 @@ def classify(
             f"classify tells one label of each text, and this model's problem_type is several: use {use}."
         )
     texts = [texts] if isinstance(texts, str) else list(texts)
+    draws = _TOLD * members(model) if draws is None else draws
     found: list[dict[str, Any]] = []
     device, names = (
         next(model.parameters()).device,
@@ -375,7 +380,7 @@ def generate(
     model: Any,
     inputs: Any,
     config: GenerationConfig | None = None,
-    draws: int = 8,
+    draws: int | None = None,
     seed: Seed = None,
 ) -> Generated:
     """Generate text, each sequence with a draw of its own, and say how sure all draws are of every token of it.
@@ -385,7 +390,7 @@ def generate(
         inputs: what a tokenizer gives: "input_ids" (B, prompt), of causal models padded on the left, and
             "attention_mask".
         config: how to generate; with `num_return_sequences` a prompt gets several, of different members.
-        draws: of every member, in judging.
+        draws: number of draws in judging; by default eight of each member.
         seed: of the draws in judging.
     """
     prompt: Tensor = inputs["input_ids"]
@@ -402,6 +407,7 @@ def generate(
     else:
         told = _continued(model, told["attention_mask"], sequences)
     new = sequences[:, begun:]
+    draws = _TOLD * members(model) if draws is None else draws
     judged = predict(model, told, draws, keep_samples=False, output="logits", seed=seed)
     tells = slice(begun - 1, sequences.shape[1] - 1)  # each token tells the next
     log_prob = judged.log_probs[:, tells].gather(-1, new.unsqueeze(-1)).squeeze(-1)

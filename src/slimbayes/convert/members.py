@@ -14,7 +14,7 @@ from slimbayes.convert.bayesianize import (
     decisions_of,
 )
 from slimbayes.engine import passes
-from slimbayes.engine.calls import total_draws
+from slimbayes.engine.calls import count_members
 from slimbayes.engine.modules import discard_plans
 from slimbayes.layers.base import Converted
 from slimbayes.posteriors.base import Posterior
@@ -81,7 +81,7 @@ def keep_members(model: Model, members: Sequence[int]) -> Model:
     """
     conversions_of(model)  # refuses a plain model
     posteriors: list[Any] = passes.posteriors_of(model)
-    total, chosen = total_draws(posteriors, 1), list(members)
+    total, chosen = count_members(posteriors), list(members)
     if (
         not chosen
         or len(set(chosen)) < len(chosen)

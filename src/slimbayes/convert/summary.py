@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from slimbayes.convert.bayesianize import decisions_of
 from slimbayes.convert.plan import Decision, Selection, plan
-from slimbayes.engine.calls import total_draws
+from slimbayes.engine.calls import count_members
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers import bayes_class, class_for, kind_of
 from slimbayes.layers.base import Converted, sites_of
@@ -162,7 +162,7 @@ def summary(model: nn.Module) -> Summary:
         )
     posteriors = posteriors_of(model)
     # Members are shared by all layers and count once; what layers pick by themselves multiplies.
-    size = sum(p.log_size for p in posteriors) + math.log(total_draws(posteriors, 1))
+    size = sum(p.log_size for p in posteriors) + math.log(count_members(posteriors))
     return Summary(
         tuple(rows), size, any(p.late for p in posteriors) and math.isfinite(size)
     )

@@ -56,7 +56,7 @@ class Conformal:
     Example:
         >>> _ = torch.manual_seed(0)
         >>> y = torch.randn(1000)
-        >>> held_out = Prediction.from_outputs(torch.zeros(1, 1000), "gaussian", scale=2.0)  # twice too wide
+        >>> held_out = Prediction.from_outputs(torch.zeros(1, 1000), "gaussian", likelihood_std=2.0)  # twice too wide
         >>> low, high = Conformal.fit(held_out, y, level=0.9)(held_out[0])
         >>> high - low < 3.6  # of a standard normal 3.29
         tensor([True])
@@ -123,7 +123,8 @@ class CVPlus:
 
     Example:
         >>> y = torch.randn(2, 200, generator=torch.Generator().manual_seed(0))
-        >>> folds = [Prediction.from_outputs(torch.zeros(1, 200), "gaussian", scale=1.0)] * 2  # two models, alike
+        >>> one = Prediction.from_outputs(torch.zeros(1, 200), "gaussian", likelihood_std=1.0)
+        >>> folds = [one, one]  # two models, alike
         >>> low, high = CVPlus.fit(folds, list(y), level=0.9)([fold[0] for fold in folds])
         >>> bool(2.9 < high - low < 3.7)  # of a standard normal 3.29
         True

@@ -1,5 +1,5 @@
-"""Two numbers fitted to held-out rows: Temperature, how much surer or less sure all draws should be, and Abstention,
-from which score on to answer, so that at most a given share of the answers is wrong.
+"""Two numbers fitted to held-out rows: TemperatureScaling, how much surer or less sure all draws should be, and
+Abstention, from which score on to answer, so that at most a given share of the answers is wrong.
 
 Classes: each draw's logits are divided by T, then the draws are averaged. Real targets: noise and spread of the draws
 around their mean are multiplied by T, so the mean stays and the standard deviation is T times as large. T minimises the
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.errors import SlimbayesWarning
-from slimbayes.prediction.averages import member_mean
+from slimbayes.prediction.averages import member_mean, over_draws
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.likelihoods import entropy
 
@@ -32,7 +32,7 @@ _LOWEST, _HIGHEST = 1e-2, 1e2
 
 
 @dataclass(frozen=True)
-class Temperature:
+class TemperatureScaling:
     """Predictions at another temperature; above 1 they are less sure.
 
     Attributes:
@@ -40,7 +40,7 @@ class Temperature:
 
     Example:
         >>> p = Prediction.from_outputs(torch.tensor([[[4.0, 0.0]] * 4]))
-        >>> scaled = Temperature.fit(p, torch.tensor([0, 0, 0, 1]))(p)  # 98 % sure, 75 % right
+        >>> scaled = TemperatureScaling.fit(p, torch.tensor([0, 0, 0, 1]))(p)  # 98 % sure, 75 % right
         >>> scaled.probs[0]
         tensor([0.7500, 0.2500])
     """
@@ -54,7 +54,7 @@ class Temperature:
             )
 
     @classmethod
-    def fit(cls, prediction: Prediction, target: Tensor) -> "Temperature":
+    def fit(cls, prediction: Prediction, target: Tensor) -> "TemperatureScaling":
         """The temperature between 0.01 and 100 at which held-out targets are most probable; a warning tells if that is
         one of the two.
 
@@ -124,7 +124,9 @@ def _tempered(prediction: Prediction, temperature: float) -> Prediction:
     logs = (draws / temperature).log_softmax(-1)
 
     def mean_entropy(of: Tensor) -> Tensor:
-        each = entropy(of).unflatten(0, (-1, len(prediction.by_member))).mean(0)
+        each = over_draws(
+            entropy(of), len(prediction.by_member), lambda draws: draws.mean(0)
+        )
         return member_mean(each, prediction.weights)
 
     aleatoric = mean_entropy(logs)
@@ -179,7 +181,8 @@ class Abstention:
         Args:
             risk: the largest share of wrong answers.
             delta: probability, over the held-out rows, that the promise fails.
-            by: "confidence" by default, of real targets "total" uncertainty; "distance" needs `predict(..., far=)`.
+            by: "confidence" by default, of real targets "total" uncertainty; "distance" needs `predict(...,
+                distance=)`.
             tolerance: of real targets, the largest error that is no mistake.
 
         Shape: target (N,), or (N, ...) of real targets, where a row is wrong if any of its targets is.
@@ -226,7 +229,7 @@ def _score(prediction: Prediction, by: By) -> Tensor:
         or found is None
     ):
         raise ValueError(
-            f"by={by!r} is nothing this prediction has; 'distance' needs predict(..., far=)."
+            f"by={by!r} is nothing this prediction has; 'distance' needs predict(..., distance=)."
         )
     found = found.double().flatten(1).sum(-1) if found.dim() > 1 else found.double()
     return found if by == "confidence" else -found

@@ -7,7 +7,7 @@ draws differ, and how far is it from the true one?
     label changes       rows that one draw labels otherwise than another
     k-hat               psis.py, from a few rows, whose log-likelihood stands for that of all data
 
-Sizes: S draws of each of K members, B rows.
+Sizes: S draws, K members, B rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slimbayes.train.elbo import dwarfed, kl
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
 _NEAR, _NOTHING = 0.1, 1e-3  # of the prior's scale
-_DRAWS, _TAIL_DRAWS = 8, 50
+_DRAWS, _TAIL_DRAWS = 8, 50  # of each member
 _ROWS = 512  # that a forward has at most, if one draw of each member has no more
 _FEW = 300  # elements beyond which a large k-hat is the rule
 
@@ -116,7 +116,7 @@ def check(
     x: Tensor,
     y: Tensor,
     likelihood: LikelihoodName = "categorical",
-    noise: float | Tensor = 1.0,
+    likelihood_std: float | Tensor = 1.0,
     num_data: int | None = None,
     kl_weight: float = 1.0,
     unseen: Tensor | None = None,
@@ -128,7 +128,7 @@ def check(
     Args:
         model: a converted model; it is run in eval mode.
         x, y: training rows; as many as shall stand for all, 128 say.
-        likelihood, noise: as in `predict`.
+        likelihood, likelihood_std: as in `predict`.
         num_data: how many training rows there are; as many as in `x` by default.
         kl_weight: what the KL was multiplied with at the end of training.
         unseen: inputs whose labels are compared between draws; `x` by default.
@@ -144,9 +144,11 @@ def check(
     """
     with evaluating(model):
         total, meaning = num_data or len(x), likelihood_named(likelihood)
-        nll = float(meaning.nll(_outputs(model, x).float(), y, "average", noise))
+        nll = float(
+            meaning.nll(_outputs(model, x).float(), y, "average", likelihood_std)
+        )
         shares = _shares(model)
-        shape, note = _k_hat(model, x, y, likelihood, noise, total, shares[0])
+        shape, note = _k_hat(model, x, y, likelihood, likelihood_std, total, shares[0])
         changes = _label_changes(model, x if unseen is None else unseen, likelihood)
         return Check(
             nll, float(kl(model)) / total, kl_weight, *shares, changes, shape, note
@@ -165,7 +167,7 @@ def _shares(model: nn.Module) -> tuple[int, float, float]:
 
 
 def _outputs(model: nn.Module, x: Tensor) -> Tensor:
-    """Outputs of some draws of every member, (S K, B, ...), a few at a time."""
+    """Outputs of some draws of every member, (S, B, ...), a few at a time."""
     return torch.cat([sample(model, x) for _ in range(_DRAWS)])
 
 
@@ -182,7 +184,7 @@ def _k_hat(
     x: Tensor,
     y: Tensor,
     likelihood: LikelihoodName,
-    noise: float | Tensor,
+    likelihood_std: float | Tensor,
     total: int,
     elements: int,
 ) -> tuple[KHat | None, str]:
@@ -193,7 +195,10 @@ def _k_hat(
         return (
             -total
             * torch.stack(
-                [meaning.nll(one[None], y, "average", noise) for one in outputs]
+                [
+                    meaning.nll(one[None], y, "average", likelihood_std)
+                    for one in outputs
+                ]
             ).double()
         )
 
@@ -202,8 +207,8 @@ def _k_hat(
     if not elements:
         return None, "the density of its draws is not known"
     try:
-        chunk = max(1, _ROWS // (len(x) * members(model)))
-        found = k_hat(model, log_likelihood, draws=_TAIL_DRAWS, chunk=chunk)
+        draws, chunk = _TAIL_DRAWS * members(model), max(1, _ROWS // len(x))
+        found = k_hat(model, log_likelihood, draws, chunk)
     except TypeError:
         return None, "the density of some of its draws is not known"
     except ValueError as error:

@@ -15,7 +15,7 @@ al. 2024), and a large k says that q misses mass of the posterior (Yao et al. 20
                k = mean log(1 - theta x) with the sign that makes heavy tails positive
     prior      ten pseudo-observations at k = 1/2:  k <- (M k + 5) / (M + 10)
 
-Sizes: K members, S draws of each, n draws held at a time, M ratios in the tail.
+Sizes: K members, S draws, n draws held at a time, M ratios in the tail.
 """
 
 from __future__ import annotations
@@ -34,12 +34,16 @@ from slimbayes.prediction.sample import fixed_draws, members
 
 LogLikelihood = Callable[[nn.Module], Tensor]
 _LEAST = 25  # draws that leave five in the tail, the fewest a fit takes
+_EACH = 1000  # draws of each member by default
 _SMALLEST = math.log(torch.finfo(torch.float64).tiny)
 
 
 @torch.no_grad()
 def log_ratios(
-    model: nn.Module, log_likelihood: LogLikelihood, draws: int = 1000, chunk: int = 16
+    model: nn.Module,
+    log_likelihood: LogLikelihood,
+    draws: int | None = None,
+    chunk: int = 16,
 ) -> Tensor:
     """log p(data, theta) - log q(theta) of draws from the posterior, in eval mode.
 
@@ -47,33 +51,36 @@ def log_ratios(
         model: a model converted with `MeanField`, `KTied`, `MatrixNormal` or `Rank1`.
         log_likelihood: called with the model while draws are held, returns for each the log-likelihood of all data,
             summed, not averaged. `slimbayes.sample(model, x)` gives the outputs of the held draws.
-        draws: S, draws from every member.
-        chunk: at most so many draws of every member are held at a time.
+        draws: S, the number of draws; by default 1000 for each member.
+        chunk: at most so many draws are held at a time, but one of each member at least.
 
-    Shape: (K, S) in float64; `log_likelihood` returns (K n,) for n held draws of each member, as `sample` orders them.
+    Shape: (S,) in float64, draw j of member j mod K; `log_likelihood` returns (n,) for n held draws, as `sample` orders
+    them.
 
     Example:
         >>> import slimbayes as sb
         >>> net = sb.bayesianize(nn.Linear(2, 1), sb.MeanField())
         >>> x, y = torch.randn(5, 2), torch.randn(5, 1)
         >>> log_ratios(net, lambda net: -0.5 * (sb.sample(net, x) - y).square().sum((1, 2)), draws=8).shape
-        torch.Size([1, 8])
+        torch.Size([8])
     """
-    if draws < 1 or chunk < 1:
+    if (draws is not None and draws < 1) or chunk < 1:
         raise ValueError(
             f"log_ratios needs draws >= 1 and chunk >= 1, got draws={draws!r}, chunk={chunk!r}."
         )
-    count = members(model)
     if not posteriors_of(model):
         problem = "This model has no posterior, so there is nothing to weigh."
         raise ValueError(f"{problem} Convert it with MeanField, KTied or Rank1.")
+    count = members(model)
+    draws = _EACH * count if draws is None else draws
+    chunk = max(chunk // count, 1) * count  # whole turns of all members
     parts = []
     with evaluating(model):
         for start in range(0, draws, chunk):
             held = min(chunk, draws - start)
             with fixed_draws(model, held * count):
                 total: Any = log_likelihood(model)
-                if not isinstance(total, Tensor) or total.shape != (held * count,):
+                if not isinstance(total, Tensor) or total.shape != (held,):
                     got = (
                         tuple(total.shape)
                         if isinstance(total, Tensor)
@@ -81,16 +88,16 @@ def log_ratios(
                     )
                     raise ValueError(
                         f"log_likelihood must return one number for each held draw, a tensor of shape "
-                        f"({held * count},), got {got}. Sum the log-likelihood of all data under each draw of "
+                        f"({held},), got {got}. Sum the log-likelihood of all data under each draw of "
                         f"sample(model, x), whose first axis is the draws'."
                     )
                 ratios = [ratio.to(total.device) for ratio in _density_ratios(model)]
-                parts.append(sum(ratios, total.double()).view(held, count).T)
-    return torch.cat(parts, 1)
+                parts.append(sum(ratios, total.double()))
+    return torch.cat(parts)
 
 
 def _density_ratios(model: nn.Module) -> Iterator[Tensor]:
-    """log p(theta) - log q(theta) of the held draws of each matrix: (K n,)."""
+    """log p(theta) - log q(theta) of the held draws of each matrix: (n,)."""
     for posterior in posteriors_of(model):
         ratio = posterior.log_ratio()
         if ratio is None:
@@ -162,7 +169,7 @@ class KHat:
 
     Attributes:
         members: k of each member: every member is an approximation of its own.
-        draws: S, the draws of each member.
+        draws: S, the fewest draws that a member had.
 
     Example:
         >>> print(KHat((0.31,), 1000))
@@ -202,7 +209,10 @@ class KHat:
 
 
 def k_hat(
-    model: nn.Module, log_likelihood: LogLikelihood, draws: int = 1000, chunk: int = 16
+    model: nn.Module,
+    log_likelihood: LogLikelihood,
+    draws: int | None = None,
+    chunk: int = 16,
 ) -> KHat:
     """Judge a variational posterior by the tail of p(data, theta) / q(theta) over its draws.
 
@@ -210,7 +220,7 @@ def k_hat(
     than a few hundred weights "failed" is the rule. It speaks of the weights, not of the predictions. The members of a
     rank-1 model, which have biases of their own, are judged one by one.
 
-    Args: as in `log_ratios`; at least 25 draws.
+    Args: as in `log_ratios`; at least 25 draws of each member.
 
     Example:
         >>> import slimbayes as sb
@@ -221,7 +231,12 @@ def k_hat(
         >>> round(k_hat(net, log_likelihood, draws=500).threshold, 2)
         0.63
     """
-    if draws < _LEAST:
-        raise ValueError(f"k_hat needs at least {_LEAST} draws, got draws={draws!r}.")
+    count = members(model)
+    if draws is not None and draws < _LEAST * count:
+        raise ValueError(
+            f"k_hat needs at least {_LEAST} draws of each of {count} members, {_LEAST * count} in all, got "
+            f"draws={draws!r}."
+        )
     ratios = log_ratios(model, log_likelihood, draws, chunk)
-    return KHat(tuple(pareto_k(member) for member in ratios), draws)
+    shapes = tuple(pareto_k(ratios[k::count]) for k in range(count))
+    return KHat(shapes, len(ratios) // count)

@@ -43,7 +43,7 @@ from slimbayes.engine.passes import Pass
 from slimbayes.engine.quiet import inside_func
 from slimbayes.engine.trial import forgetting_drawn_weights
 
-Fold = Literal["auto"] | bool
+Parallel = Literal["auto"] | bool
 
 
 def call_module(
@@ -183,7 +183,7 @@ def run_sampled(
     args: Any,
     kwargs: Any,
     total: int,
-    fold: Fold,
+    parallel: Parallel,
     held: Pass | None = None,
     split: bool = False,
     share: bool = False,
@@ -196,14 +196,14 @@ def run_sampled(
     by_row = plan_once(
         posteriors, "by row", lambda: any(p.by_row or p.late for p in posteriors)
     )
-    needs_layout = split or by_row or (total > 1 and fold is not False)
+    needs_layout = split or by_row or (total > 1 and parallel is not False)
     layout = (
         layout_of(model, args, kwargs, posteriors)
         if needs_layout
         else Layout(stateful=True)
     )
     rows = max(layout.rows((args, kwargs)), 0)
-    copies = 1 if split or fold is False else total
+    copies = 1 if split or parallel is False else total
     if rows and not layout.covers((args, kwargs), copies):
         check_size(model, (args, kwargs), posteriors, layout, copies)
     if kwargs:
@@ -211,12 +211,13 @@ def run_sampled(
     cached = layout.objects or any(
         map(is_cache, kwargs.values())
     )  # each has one draw's rows
-    folds = layout.folds and fold is not False and rows > 0 and not cached
-    if fold is True and total > 1 and not layout.folds and rows > 0:
+    folds = layout.folds and parallel is not False and rows > 0 and not cached
+    if parallel is True and total > 1 and not layout.folds and rows > 0:
         raise ValueError(
-            f"fold=True: the draws of this model cannot share a forward: {layout.why}. Use fold='auto' or fold=False."
+            f"parallel=True: the draws of this model cannot share a forward: {layout.why}. Use parallel='auto' or "
+            f"parallel=False."
         )
-    if fold == "auto" and total > 1 and not folds and rows > 0 and not cached:
+    if parallel == "auto" and total > 1 and not folds and rows > 0 and not cached:
         warn_of_loop(layout, "its draws run one after another")
     if split and not layout.rowwise:
         raise ValueError(
@@ -224,7 +225,7 @@ def run_sampled(
         )
     if split and rows % total:
         raise ValueError(
-            f"rows='split' hands rows out to {total} draws (members x draws) evenly, but the batch has {rows} rows. "
+            f"rows='split' hands rows out to {total} draws evenly, but the batch has {rows} rows. "
             f"Use a multiple of {total}, or call model(x), which takes any number."
         )
     rows = rows // total if split else rows
@@ -248,17 +249,17 @@ def run_sampled(
                 model, posteriors, args, kwargs, new, layout, folds, tile=not split
             )
     except Unproven as error:
-        unfold(layout, error, fold)
+        unfold(layout, error, parallel)
         return run_sampled(
-            model, posteriors, args, kwargs, total, fold, held, split, share, seed
+            model, posteriors, args, kwargs, total, parallel, held, split, share, seed
         )
 
 
-def unfold(layout: Layout, error: Unproven, fold: Fold = "auto") -> None:
+def unfold(layout: Layout, error: Unproven, parallel: Parallel = "auto") -> None:
     """A layer met what the proof did not foresee: from now on calls of this kind run draw by draw."""
-    if fold is True:
+    if parallel is True:
         raise ValueError(
-            f"The draws of this model cannot share a forward: {error}. Use fold=False."
+            f"The draws of this model cannot share a forward: {error}. Use parallel=False."
         ) from error
     layout.run_one_by_one(str(error))
 
@@ -310,7 +311,13 @@ def run_draws(
     return stack_draws(parts)
 
 
-def total_draws(posteriors: Sequence[Any], draws: int) -> int:
+def count_members(posteriors: Sequence[Any]) -> int:
+    """K, the number of members of a model with these posteriors."""
     return plan_once(
         posteriors, "members", lambda: math.lcm(*(p.members for p in posteriors))
-    ) * int(draws)
+    )
+
+
+def count_draws(posteriors: Sequence[Any], draws: int | None) -> int:
+    """S, the number of draws that a caller asked for: by default one for each member."""
+    return count_members(posteriors) if draws is None else int(draws)

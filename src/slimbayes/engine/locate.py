@@ -192,7 +192,7 @@ def _look_again(
     warnings.warn(
         f"slimbayes looked again at how this model treats rows, after {layout.calls} calls, and found what the first "
         f"ones did not show: {found.why}. From now on it is respected; results since the model began to do so may mix "
-        f"draws of different rows. Pass fold=False, or exclude that layer, to be sure from the first call on.",
+        f"draws of different rows. Pass parallel=False, or exclude that layer, to be sure from the first call on.",
         stacklevel=6,
     )
     return True
@@ -298,7 +298,7 @@ def warn_of_loop(layout: Layout, what: str) -> None:
     layout.warned = True
     warnings.warn(
         f"slimbayes runs this model draw by draw, which is right but slower: {layout.why}. So {what}. Exclude that "
-        f"layer, declare batch_dim= in bayesianize, or pass fold=False to run draw by draw without this warning.",
+        f"layer, declare batch_dim= in bayesianize, or pass parallel=False to run draw by draw without this warning.",
         stacklevel=4,
     )
 

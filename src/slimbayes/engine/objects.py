@@ -127,7 +127,7 @@ def check_caches(kwargs: Mapping[str, Any], total: int | None = None) -> None:
         if isinstance(value, NotJoined) and value.draws != total:
             raise ValueError(
                 f"{name} belongs to the {value.draws} draws that filled it: call sample for all steps inside one `with "
-                f"fixed_draws(model):`, with fold=False where members are copies."
+                f"fixed_draws(model):`, with parallel=False where members are copies."
             )
         if (
             total is None

@@ -88,7 +88,7 @@ def sample_posterior(
     leapfrog: int = 10,
     prior: Distribution | None = None,
     temperature: float = 1.0,
-    noise: float = 1.0,
+    likelihood_std: float = 1.0,
     base_lr: float = 0.0,
     include: Selection = None,
     exclude: Selection = None,
@@ -103,7 +103,7 @@ def sample_posterior(
             the negative log-likelihood of all data under each of its members, (K,).
         method: "sghmc", "sgld" and "cyclical" take gradients of batches, "hmc" of all data, with an acceptance step:
             the ground truth for small networks.
-        likelihood, noise: what outputs mean, and the standard deviation of a "gaussian" target's noise.
+        likelihood, likelihood_std: what outputs mean, and the standard deviation of a "gaussian" target's noise.
         chains, draws: K, and S states of each; the model gets K x S members.
         burn_in: steps before the first state. "hmc" adapts its step meanwhile; "cyclical" has none.
         thin: steps from one state to the next.
@@ -138,7 +138,11 @@ def sample_posterior(
         "cycles": cycles,
         "leapfrog": leapfrog,
     }
-    positive = {"step_size": step_size, "temperature": temperature, "noise": noise}
+    positive = {
+        "step_size": step_size,
+        "temperature": temperature,
+        "likelihood_std": likelihood_std,
+    }
     _check(model, method, counts, positive, burn_in, base_lr, friction)
     if chains * draws > _MOST:
         raise ValueError(
@@ -161,7 +165,9 @@ def sample_posterior(
         restate(
             said, work, freezing=not base_lr
         )  # which moves the network's own weights
-        density = Density(work, data, likelihood, noise, prior, temperature, output)
+        density = Density(
+            work, data, likelihood, likelihood_std, prior, temperature, output
+        )
         if method == "hmc":
             sampler = HMC(density, step_size, leapfrog, generator)
             kept = list(sampler.run(burn_in, draws, thin))

@@ -260,7 +260,7 @@ def _log_likelihood(
         return 0.0
     target = target.double() if target.is_floating_point() else target
     return float(
-        Prediction.from_outputs(outputs[None], likelihood, scale=scale)
+        Prediction.from_outputs(outputs[None], likelihood, likelihood_std=scale)
         .log_prob(target)
         .sum()
     )

@@ -140,8 +140,8 @@ def _noise(
     """
     if not squares > 1e-12 * targets:
         raise ValueError(
-            f"laplace: {targets} targets do not tell the noise: they are met exactly, or to a millionth. Give noise=, "
-            f"the standard deviation of the targets' noise, or standardise targets that are that small."
+            f"laplace: {targets} targets do not tell the noise: they are met exactly, or to a millionth. Give "
+            f"likelihood_std=, the standard deviation of the targets' noise, or standardise targets that are that small."
         )
 
     def slope(log_sigma: float) -> float:

@@ -55,14 +55,14 @@ class Laplace:
         model: the converted model.
         log_evidence: marginal likelihood of all targets, in nats; with several members their average.
         log_likelihood: of all targets at the means.
-        noise: standard deviation of the targets' noise, the `scale` of predictions; 0 for other likelihoods.
+        likelihood_std: standard deviation of the targets' noise, for predictions; 0 for other likelihoods.
         prior_precision: of each layer, by name.
     """
 
     model: nn.Module = field(repr=False)
     log_evidence: float
     log_likelihood: float
-    noise: float
+    likelihood_std: float
     prior_precision: dict[str, float]
 
 
@@ -76,7 +76,7 @@ def laplace(
     layers: Literal["all", "last"] = "all",
     structure: Structure = "full",
     prior: Normal | Literal["layer", "shared"] | None = None,
-    noise: float | None = None,
+    likelihood_std: float | None = None,
     full_up_to: int = 1024,
     rank: int = 2,
     samples: int | None = None,
@@ -104,8 +104,8 @@ def laplace(
         prior: a Normal for every number; or one of mean zero whose precision maximises the marginal likelihood, for
             each "layer" or "shared" by all. By default Normal(1, 0.15) for factors under a likelihood of classes, else
             "layer".
-        noise: standard deviation of the targets' noise for "gaussian"; by default the one of most evidence. For
-            "heteroscedastic_gaussian" that of the targets, the `scale` of training; by default 1.
+        likelihood_std: standard deviation of the targets' noise for "gaussian"; by default the one of most evidence.
+            For "heteroscedastic_gaussian" that of the targets, as in training; by default 1.
         full_up_to: layers with more numbers than that get a Kronecker product of weights, or a diagonal of factors;
             `summary` says which.
         rank: k of "k-tied".
@@ -128,7 +128,15 @@ def laplace(
     """
     discrete = likelihood_named(likelihood).discrete
     over = over or ("both" if discrete else "both+bias")
-    _check(model, prior, noise, samples, layers=layers, structure=structure, over=over)
+    _check(
+        model,
+        prior,
+        likelihood_std,
+        samples,
+        layers=layers,
+        structure=structure,
+        over=over,
+    )
     given, model = model, unwrapped(model)
     weights = over == "weights" or structure == "k-tied"
     if prior is None:
@@ -175,12 +183,12 @@ def laplace(
         restate(said, work)
         set_factors(work, means)
         spread = (
-            noise
-            if likelihood == "heteroscedastic_gaussian" and noise is not None
+            likelihood_std
+            if likelihood == "heteroscedastic_gaussian" and likelihood_std is not None
             else 1.0
         )
         curvature = sum_curvature(work, batches, likelihood, samples, output, spread)
-        report = _fit(work, config, curvature, likelihood, prior, noise)
+        report = _fit(work, config, curvature, likelihood, prior, likelihood_std)
         if structure == "k-tied":
             fit_k_tied(work, rank)
     except BaseException:
@@ -195,7 +203,7 @@ def laplace(
 def _check(
     model: nn.Module,
     prior: object,
-    noise: float | None,
+    likelihood_std: float | None,
     samples: int | None,
     **choices: str,
 ) -> None:
@@ -215,9 +223,9 @@ def _check(
         raise ValueError(
             f'laplace: prior must be a Normal, "layer" or "shared", got {prior!r}.'
         )
-    if noise is not None and not 0 < noise < math.inf:
+    if likelihood_std is not None and not 0 < likelihood_std < math.inf:
         raise ValueError(
-            f"laplace: noise is a standard deviation and must be positive, got {noise!r}."
+            f"laplace: likelihood_std must be positive, got {likelihood_std!r}."
         )
     if samples is not None and (not isinstance(samples, int) or samples < 1):
         raise ValueError(
@@ -271,7 +279,7 @@ def _fit(
     curvature: Curvature,
     likelihood: LikelihoodName,
     prior: Normal | Literal["layer", "shared"],
-    noise: float | None,
+    likelihood_std: float | None,
 ) -> Laplace:
     """Choose precisions and noise, and give every posterior its covariance and its prior."""
     joints: list[Any] = passes.posteriors_of(model)
@@ -292,7 +300,7 @@ def _fit(
         spectra,
         curvature.log_likelihood,
         curvature.targets,
-        noise,
+        likelihood_std,
         scaled,
         given,
         groups,

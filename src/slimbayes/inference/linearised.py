@@ -27,6 +27,7 @@ from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.sharing import evaluating
 from slimbayes.posteriors.joint_normal import JointNormalPosterior
 from slimbayes.posteriors.joint_weights import Watched
+from slimbayes.prediction.averages import draw_counts
 from slimbayes.prediction.batches import batches_of, rows_of
 from slimbayes.prediction.checks import check_draws, check_noise_rule
 from slimbayes.prediction.predict import find_output
@@ -162,7 +163,7 @@ def predict_linearised(
     model: nn.Module,
     x: Any,
     likelihood: LikelihoodName = "categorical",
-    scale: float | Tensor = 0.0,
+    likelihood_std: float | Tensor = 0.0,
     draws: int | None = None,
     output: str | int | None = None,
     inputs: int | None = None,
@@ -176,47 +177,54 @@ def predict_linearised(
     can be afforded.
 
     Args:
-        model, x, likelihood, scale, output, inputs: as in `predict`; batches of x must hold rows along one dimension.
-        draws: from every member, of the linearised functions; each is one function for all rows. None for the closed
-            form.
+        model, x, likelihood, likelihood_std, output, inputs: as in `predict`; batches of x must hold rows along one
+            dimension.
+        draws: S, of the linearised functions; draw j is one function for all rows and belongs to member j mod K. None
+            for the closed form.
         seed: of the draws.
 
     Example:
         >>> import slimbayes as sb
         >>> net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).eval()
         >>> fit = sb.laplace(net, [(torch.randn(50, 2), torch.randn(50, 1))], likelihood="gaussian")
-        >>> pred = predict_linearised(net, torch.randn(7, 2), "gaussian", scale=fit.noise)
-        >>> pred.mean.shape, bool((pred.variance > fit.noise**2).all())
+        >>> pred = predict_linearised(net, torch.randn(7, 2), "gaussian", likelihood_std=fit.likelihood_std)
+        >>> pred.mean.shape, bool((pred.variance > fit.likelihood_std**2).all())
         (torch.Size([7, 1]), True)
     """
     check_draws("predict_linearised", draws, also=(None,))
     check_noise_rule(model, likelihood)
     check_finite(model)
     joints, number, parts = joints_of(model), seed_of(seed) if draws else 0, []
+    members = joints[0].members
+    counts = [1] * members if draws is None else draw_counts(int(draws), members)
     with evaluating(model):
         for args, kwargs in batches_of(model, x, None, inputs):
-            found = [
-                [
-                    _linear(rows, joints, k, draws, number)
+            outputs, spread = [], []
+            for k, count in enumerate(counts):
+                if count == 0:
+                    continue
+                every = None if draws is None else range(k, int(draws), members)
+                found = [
+                    _linear(rows, joints, k, every, number)
                     for rows in rows_at_means(model, args, kwargs, k, output)
                 ]
-                for k in range(joints[0].members)
-            ]
-            outputs, spread = (
-                torch.stack(
-                    [torch.cat([piece[i] for piece in member], i) for member in found]
+                outputs.append(torch.cat([piece[0] for piece in found]))
+                spread.append(torch.cat([piece[1] for piece in found], 1))
+            parts.append(
+                _prediction(
+                    outputs, spread, likelihood, likelihood_std, draws is not None
                 )
-                for i in (0, 1)
             )
-            parts.append(_prediction(outputs, spread, likelihood, scale, draws))
     return Prediction.joined(parts)
 
 
 @torch.no_grad()
 def _linear(
-    rows: RowDerivatives, joints: list[Any], member: int, draws: int | None, seed: int
+    rows: RowDerivatives, joints: list[Any], member: int, draws: range | None, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Outputs (B, ...) at the means, and their variances (1, B, ...), or S deviations (S, B, ...)."""
+    """Outputs (B, ...) at the means, and their variances (1, B, ...), or deviations (S', B, ...) of draws with these
+    numbers.
+    """
     outputs = rows.outputs.detach()
     many = math.prod(outputs.shape[1:])
     if many > MOST_ROOTS:
@@ -228,13 +236,17 @@ def _linear(
     def noise_of(place: int, p: Any) -> Tensor | None:
         if draws is None:
             return None
-        source = torch.Generator().manual_seed(key(seed, "linearised", place, member))
-        return torch.randn(draws, p.size, generator=source, dtype=p.dtype).to(p.device)
+        lines = torch.empty(len(draws), p.size, dtype=p.dtype)
+        for line, j in zip(lines, draws, strict=True):
+            source = torch.Generator().manual_seed(key(seed, "linearised", place, j))
+            line.normal_(generator=source)
+        return lines.to(p.device)
 
     noise = [noise_of(place, p) for place, p in enumerate(joints)]
     roots = [p.times_root(member) for p in joints]
+    count = 1 if draws is None else len(draws)
     spread = torch.zeros(
-        draws or 1, *outputs.shape, dtype=outputs.dtype, device=outputs.device
+        count, *outputs.shape, dtype=outputs.dtype, device=outputs.device
     )
     flat = spread.view(len(spread), len(outputs), -1)
     for c in range(many):
@@ -249,27 +261,33 @@ def _linear(
 
 
 def _prediction(
-    outputs: Tensor,
-    spread: Tensor,
+    at_means: list[Tensor],
+    spread: list[Tensor],
     likelihood: LikelihoodName,
-    scale: float | Tensor,
-    draws: int | None,
+    likelihood_std: float | Tensor,
+    drawn: bool,
 ) -> Prediction:
-    """Of outputs (K, N, ...), and variances (K, 1, N, ...) or deviations (K, S, N, ...)."""
-    members, meaning = len(outputs), likelihood_named(likelihood)
-    if draws is not None:  # draw j belongs to member j mod K
-        drawn = (outputs.unsqueeze(1) + spread).transpose(0, 1).flatten(0, 1)
-        return Prediction.from_outputs(drawn, likelihood, members, scale)
-    variance = spread.squeeze(1)
+    """Of each member's outputs (N, ...), and their variance (1, N, ...) or its draws' deviations (S', N, ...)."""
+    members, meaning = len(at_means), likelihood_named(likelihood)
+    if drawn:  # draw j belongs to member j mod K
+        count = sum(map(len, spread))
+        draws = [
+            at_means[j % members] + spread[j % members][j // members]
+            for j in range(count)
+        ]
+        return Prediction.from_outputs(
+            torch.stack(draws), likelihood, members, likelihood_std
+        )
+    outputs, variance = torch.stack(at_means), torch.cat(spread)
     if meaning.discrete:
         probit = outputs / (1 + math.pi / 8 * variance).sqrt()
-        found = Prediction.from_outputs(probit, likelihood, members, scale)
+        found = Prediction.from_outputs(probit, likelihood, members, likelihood_std)
         total = entropy(found.log_probs)
         within = torch.minimum(
-            meaning.predictive(outputs, scale, None)[1].mean(0), total
+            meaning.predictive(outputs, likelihood_std, None)[1].mean(0), total
         )
         return replace(found, aleatoric=within, epistemic=total - within)
-    found = Prediction.from_outputs(outputs, likelihood, members, scale)
+    found = Prediction.from_outputs(outputs, likelihood, members, likelihood_std)
     variance = (
         variance[..., 0] if variance.dim() > found.by_member.dim() else variance
     )  # of means, not raw scales

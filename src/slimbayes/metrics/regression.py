@@ -50,21 +50,26 @@ class RMSE(Mean):
 class LPD(Mean):
     """Log density of the targets under the mixture of all draws: log-mean-exp, not mean-log; in nats of their units.
 
-    Shape: update(prediction, target (N, ...)), or update(values (M, N, ...), target, scale > 0 that broadcasts).
+    Shape: update(prediction, target (N, ...)), or update(values (M, N, ...), target, likelihood_std) with a positive
+    likelihood_std that broadcasts.
 
     Example:
-        >>> round(float(LPD()(torch.zeros(1, 3), torch.zeros(3), scale=10**0.5)), 4)  # precision 0.1, perfect means
+        >>> found = LPD()(torch.zeros(1, 3), torch.zeros(3), likelihood_std=10**0.5)
+        >>> round(float(found), 4)  # precision 0.1, perfect means
         -2.0702
     """
 
     higher_is_better = True
 
     def update(
-        self, prediction: Prediction | Tensor, target: Tensor, scale: Scale = None
+        self,
+        prediction: Prediction | Tensor,
+        target: Tensor,
+        likelihood_std: Scale = None,
     ) -> None:
-        values, noise, shares = mixture(prediction, target, scale)
+        values, noise, shares = mixture(prediction, target, likelihood_std)
         if not bool((noise > 0).all()):
-            needed = "give scale > 0, the standard deviation around the draws, here or to predict"
+            needed = "give likelihood_std > 0, the standard deviation around the draws, here or to predict"
             raise ValueError(f"A density needs observation noise: {needed}.")
         logp = (
             -0.5 * ((target - values) / noise).square()
@@ -79,7 +84,8 @@ class CRPS(Mean):
 
     Closed form for the normal mixture of draws with noise, sorted samples for draws without.
 
-    Shape: update(prediction, target (N, ...)), or update(values (M, N, ...), target, scale that broadcasts or None).
+    Shape: update(prediction, target (N, ...)), or update(values (M, N, ...), target, likelihood_std) with a
+    likelihood_std that broadcasts, or None.
 
     >>> float(CRPS()(torch.tensor([[0.0], [2.0]]), torch.tensor([1.0])))
     0.5
@@ -88,9 +94,12 @@ class CRPS(Mean):
     higher_is_better = False
 
     def update(
-        self, prediction: Prediction | Tensor, target: Tensor, scale: Scale = None
+        self,
+        prediction: Prediction | Tensor,
+        target: Tensor,
+        likelihood_std: Scale = None,
     ) -> None:
-        values, noise, shares = mixture(prediction, target, scale)
+        values, noise, shares = mixture(prediction, target, likelihood_std)
         noisy = bool((noise > 0).any())
         self.add(
             crps_mixture(values, noise, target, shares)
@@ -108,12 +117,12 @@ class IntervalCoverage(Mean):
     Args:
         level: the interval's probability.
 
-    Shape: update(prediction, target (N, ...)), or update(values (M, N, ...), target, scale) with a scale that
-    broadcasts, or none, or update((low, high), target) with intervals of any origin, (N, ...) each.
+    Shape: update(prediction, target (N, ...)), or update(values (M, N, ...), target, likelihood_std) with a
+    likelihood_std that broadcasts, or none, or update((low, high), target) with intervals of any origin, (N, ...) each.
 
     Example:
         >>> metric = IntervalCoverage(level=0.9)  # of the standard normal it ends at 1.645
-        >>> float(metric(torch.zeros(1, 2), torch.tensor([1.6, 1.7]), scale=1.0))
+        >>> float(metric(torch.zeros(1, 2), torch.tensor([1.6, 1.7]), likelihood_std=1.0))
         0.5
     """
 
@@ -128,14 +137,14 @@ class IntervalCoverage(Mean):
         self,
         prediction: Prediction | Tensor | tuple[Tensor, Tensor],
         target: Tensor,
-        scale: Scale = None,
+        likelihood_std: Scale = None,
     ) -> None:
         if isinstance(prediction, tuple):
             for bound in prediction:
                 _need_values("Interval bounds", bound, target)
             low, high = prediction
         else:
-            values, noise, shares = mixture(prediction, target, scale)
+            values, noise, shares = mixture(prediction, target, likelihood_std)
             if bool((noise > 0).any()):
                 self.add(
                     (mixture_below(target, values, noise, shares) - 0.5).abs()
@@ -152,14 +161,14 @@ class IntervalCoverage(Mean):
 
 
 def mixture(
-    prediction: Prediction | Tensor, target: Tensor, scale: Scale
+    prediction: Prediction | Tensor, target: Tensor, likelihood_std: Scale
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The predictive mixture of normals, checked: means and scales (M, N, ...) and shares (M,) or (M, N), float64."""
     if isinstance(prediction, Prediction):
         _need_real(prediction)
-        if scale is not None:
+        if likelihood_std is not None:
             raise ValueError(
-                "A Prediction knows its noise: give scale to predict, not to update."
+                "A Prediction knows its noise: give likelihood_std to predict, not to update."
             )
         values, weights = prediction.samples, prediction.weights
         assert prediction.noise is not None  # kept with the samples
@@ -167,7 +176,9 @@ def mixture(
     else:
         values, weights = need_tensor("Draws", prediction), None
         noise = torch.as_tensor(
-            0.0 if scale is None else scale, dtype=torch.float64, device=values.device
+            0.0 if likelihood_std is None else likelihood_std,
+            dtype=torch.float64,
+            device=values.device,
         )
     if values.dim() != target.dim() + 1 or len(values) == 0:
         got = f"{tuple(values.shape)} and {tuple(target.shape)}"
@@ -178,12 +189,12 @@ def mixture(
         "Draws", values.abs().amax(0), target
     )  # of all draws at once: nan and infinity are still there
     if not bool(((noise >= 0) & noise.isfinite()).all()):
-        raise ValueError("scale must be finite and not negative.")
+        raise ValueError("likelihood_std must be finite and not negative.")
     if noise.dim() > values.dim() or any(
         a not in (1, b) for a, b in zip(noise.shape[::-1], values.shape[::-1])
     ):
         got = f"the draws, shape {tuple(values.shape)}, got shape {tuple(noise.shape)}"
-        raise ValueError(f"scale must broadcast against {got}.")
+        raise ValueError(f"likelihood_std must broadcast against {got}.")
     return (
         values.double(),
         noise.expand_as(values),

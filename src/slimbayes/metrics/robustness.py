@@ -28,7 +28,7 @@ def ood_score(probs: Classes, score: Score = "entropy") -> Tensor:
     Args:
         score: "entropy" of the averaged probabilities in nats; "confidence": 1 - max_c p_c; "mutual_information"
             between the class and the weights, the epistemic part of the entropy, which needs several draws;
-            "distance" from the training rows, of any Prediction made with `predict(..., far=)`.
+            "distance" from the training rows, of any Prediction made with `predict(..., distance=)`.
 
     Shape: probs (N, ..., C), or (N,) of class one, or a Prediction; returns (N, ...).
 
@@ -39,7 +39,7 @@ def ood_score(probs: Classes, score: Score = "entropy") -> Tensor:
     if score == "distance":
         if not isinstance(probs, Prediction) or probs.distance is None:
             raise TypeError(
-                "The distance is that of a Prediction made with predict(..., far=), see slimbayes.far."
+                "The distance is that of a Prediction made with predict(..., distance=), see slimbayes.distance."
             )
         return probs.distance
     if score == "entropy":

@@ -5,7 +5,7 @@ Sizes: S draws, K members, N rows, C classes.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,23 +26,29 @@ class Accumulator:
         self,
         likelihood: str,
         members: int,
-        scale: float | Tensor,
+        likelihood_std: float | Tensor,
         keep: bool,
         class_dim: int | None = None,
         weights: Tensor | Sequence[float] | None = None,
     ) -> None:
         self.meaning = likelihood_named(likelihood)
-        if not isinstance(scale, Tensor) or can_read_values(scale):
-            check_positive("scale", torch.as_tensor(scale), zero=True)
-        self.likelihood, self.members, self.scale, self.keep = (
+        if not isinstance(likelihood_std, Tensor) or can_read_values(likelihood_std):
+            check_positive("likelihood_std", torch.as_tensor(likelihood_std), zero=True)
+        self.likelihood, self.members, self.likelihood_std, self.keep = (
             likelihood,
             members,
-            scale,
+            likelihood_std,
             keep,
         )
         self.class_dim = class_dim
-        self.weights = None if weights is None else _checked_weights(weights, members)
+        # What a draw of each member counts, 1 on average; None if all count alike.
+        self.factors = (
+            None
+            if weights is None
+            else [members * w for w in _checked_weights(weights, members)]
+        )
         self.count = 0
+        self.mass = 0.0  # sum of what the draws so far count
         self.member_sum: Any = None  # of means, or the log of a sum of probabilities
         self.noise_sum: Any = 0.0  # entropies of the draws, or their noise variances
         self.square: Any = (
@@ -52,50 +58,71 @@ class Accumulator:
         self.noises: list[Tensor] = []
 
     def add(self, outputs: Tensor) -> None:
-        """Take outputs (S', N, ...) of further draws; their number must be a multiple of the members."""
-        if (
-            outputs.dim() < (3 if self.meaning.option == "class_dim" else 2)
-            or len(outputs) % self.members
-        ):
+        """Take outputs (S', N, ...) of further draws: the next one belongs to member `count` mod K."""
+        if outputs.dim() < (3 if self.meaning.option == "class_dim" else 2):
             raise ValueError(
-                f"Outputs need an axis of draws, as many for each of {self.members} members, and one of rows, got "
-                f"shape {tuple(outputs.shape)}."
+                f"Outputs need an axis of draws and one of rows, got shape {tuple(outputs.shape)}."
             )
         wide = outputs if outputs.dtype == torch.float64 else outputs.float()
-        values, noise = self.meaning.predictive(wide, self.scale, self.class_dim)
-        by_member = values.unflatten(0, (-1, self.members))
-        if self.meaning.discrete:
-            fresh = torch.logsumexp(by_member, 0)
-            self.member_sum = (
-                fresh
-                if self.member_sum is None
-                else torch.logaddexp(self.member_sum, fresh)
-            )
-        else:
-            mean = self._weighted(values).mean(0)
-            if self.count:
-                shift = mean - self._weighted(self.member_sum).sum(0) / self.count
-                self.square = self.square + shift**2 * (
-                    self.count * len(values) / (self.count + len(values))
-                )
-            self.square = self.square + self._weighted((values - mean).square()).sum(0)
-            fresh = by_member.sum(0)
-            self.member_sum = (
-                fresh if self.member_sum is None else self.member_sum + fresh
-            )
-        self.noise_sum = self.noise_sum + self._weighted(noise).sum(0)
-        self.count += len(values)
+        values, noise = self.meaning.predictive(
+            wide, self.likelihood_std, self.class_dim
+        )
+        for start, stop in self._turns(len(values)):
+            self._add_turns(values[start:stop], noise[start:stop])
         if self.keep:
             self.samples.append(values)
             self.noises.append(noise)
 
-    def _weighted(self, values: Tensor) -> Tensor:
-        """Values (S', ...) of draws, or (K, ...) of members, times K w of their member: factors of mean one."""
-        if self.weights is None:
-            return values
-        return values * unsqueeze_like(
-            (len(values) * draw_shares(self.weights, values)).to(values), values
-        )
+    def _turns(self, draws: int) -> list[tuple[int, int]]:
+        """Cut further draws into ranges: whole turns of all members, and what comes before and after these."""
+        before = min(-self.count % self.members, draws)
+        whole = before + (draws - before) // self.members * self.members
+        edges = [(0, before), (before, whole), (whole, draws)]
+        return [(start, stop) for start, stop in edges if start < stop]
+
+    def _add_turns(self, values: Tensor, noise: Tensor) -> None:
+        """Take draws (S', N, ...) of whole turns, or of a part of one turn."""
+        first, draws = self.count % self.members, len(values)
+        by_member = values.unflatten(0, (-1, min(draws, self.members)))
+        factors = self._factors(first, draws)
+        mass = float(draws) if factors is None else sum(factors)
+        if not self.meaning.discrete:
+            mean = _weighted_sum(values, factors) / (mass or 1.0)
+            if self.mass and mass:
+                shift = mean - self._mean()
+                both = self.mass * mass / (self.mass + mass)
+                self.square = self.square + shift**2 * both
+            square = (values - mean).square()
+            self.square = self.square + _weighted_sum(square, factors)
+        reduce = torch.logsumexp if self.meaning.discrete else torch.sum
+        self._add_members(reduce(by_member, 0), first)
+        self.noise_sum = self.noise_sum + _weighted_sum(noise, factors)
+        self.count += draws
+        self.mass += mass
+
+    def _add_members(self, fresh: Tensor, first: int) -> None:
+        """Add sums over draws (r, N, ...) of the members from `first` on."""
+        if self.member_sum is None:
+            self.member_sum = fresh
+        elif first >= len(self.member_sum):  # members that had no draw so far
+            self.member_sum = torch.cat([self.member_sum, fresh])
+        else:
+            stop = first + len(fresh)
+            add = torch.logaddexp if self.meaning.discrete else torch.add
+            sums = add(self.member_sum[first:stop], fresh)
+            before, after = self.member_sum[:first], self.member_sum[stop:]
+            self.member_sum = torch.cat([before, sums, after])
+
+    def _factors(self, first: int, draws: int) -> list[float] | None:
+        """What each of so many draws counts, the first of them of member `first`."""
+        if self.factors is None:
+            return None
+        return [self.factors[j % self.members] for j in range(first, first + draws)]
+
+    def _mean(self) -> Tensor:
+        """Mean (N, ...) over the draws so far."""
+        factors = None if self.factors is None else self.factors[: len(self.member_sum)]
+        return _weighted_sum(self.member_sum, factors) / self.mass
 
     def sound(self) -> bool:
         """Whether draws so far are numbers, or finite means. One number is read from the device."""
@@ -110,16 +137,20 @@ class Accumulator:
         )
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a Prediction."""
-        each, aleatoric = (
-            self.count // self.members,
-            self.noise_sum / self.count,
-        )  # draws of a member
+        """The fields of a Prediction, whose members are those that had a draw."""
+        if not self.mass:
+            raise ValueError(
+                f"All of the first {self.count} members have weight zero: ask for more draws, {self.members} for one "
+                f"of each member."
+            )
+        counts = draw_counts(self.count, len(self.member_sum))
+        weights, aleatoric = self._weights(counts), self.noise_sum / self.mass
+        each = unsqueeze_like(self.member_sum.new_tensor(counts), self.member_sum)
         if self.meaning.discrete:
-            by_member = self.member_sum - math.log(each)
-            epistemic = mutual_information(by_member, self.weights, aleatoric)
+            by_member = self.member_sum - each.log()
+            epistemic = mutual_information(by_member, weights, aleatoric)
         else:
-            by_member, epistemic = self.member_sum / each, self.square / self.count
+            by_member, epistemic = self.member_sum / each, self.square / self.mass
         return {
             "likelihood": self.likelihood,
             "count": self.count,
@@ -130,12 +161,46 @@ class Accumulator:
             "noise": torch.cat(self.noises)
             if self.keep and not self.meaning.discrete
             else None,
-            "weights": self.weights,
+            "weights": weights,
         }
 
+    def _weights(self, counts: list[int]) -> Tensor | None:
+        """Share of each member that had so many draws; None if all are equal."""
+        if self.factors is None and counts[0] == counts[-1]:
+            return None
+        factors = self.factors or [1.0] * len(counts)
+        shares = [f * n / self.mass for f, n in zip(factors, counts, strict=False)]
+        device = self.member_sum.device
+        return torch.tensor(shares, dtype=torch.float64, device=device)
 
-def _checked_weights(weights: Tensor | Sequence[float], members: int) -> Tensor:
-    """Weights (K,) in float64, scaled to sum to one beyond the rounding of what was given."""
+
+def draw_counts(draws: int, members: int) -> list[int]:
+    """How many of so many draws belong to each member: draw j belongs to member j mod K.
+
+    >>> draw_counts(5, 3)
+    [2, 2, 1]
+    """
+    return [len(range(k, draws, members)) for k in range(members)]
+
+
+def over_draws(
+    values: Tensor, members: int, average: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """An average over the first axis of the draws' values (S, N, ...) for each member by itself: (K, N, ...)."""
+    if len(values) % members == 0:
+        return average(values.unflatten(0, (-1, members)))
+    return torch.stack([average(values[k::members]) for k in range(members)])
+
+
+def _weighted_sum(values: Tensor, factors: list[float] | None) -> Tensor:
+    """Sum over the first axis of values (S, ...) times what each counts."""
+    if factors is None:
+        return values.sum(0)
+    return (unsqueeze_like(values.new_tensor(factors), values) * values).sum(0)
+
+
+def _checked_weights(weights: Tensor | Sequence[float], members: int) -> list[float]:
+    """Weights of K members, scaled to sum to one beyond the rounding of what was given."""
     given: Any = (
         weights.tolist() if isinstance(weights, Tensor) else list(weights)
     )  # torch.export traces tensors
@@ -149,8 +214,8 @@ def _checked_weights(weights: Tensor | Sequence[float], members: int) -> Tensor:
         raise ValueError(
             f"weights must be {members} non-negative numbers that sum to 1, one for each member, got {given}."
         )
-    total, device = sum(given), weights.device if isinstance(weights, Tensor) else None
-    return torch.tensor([w / total for w in given], dtype=torch.float64, device=device)
+    total = sum(given)
+    return [w / total for w in given]
 
 
 def unsqueeze_like(factors: Tensor, values: Tensor) -> Tensor:
@@ -206,11 +271,13 @@ def quantile(values: Tensor, weights: Tensor | None, level: float) -> Tensor:
 
 def draw_shares(weights: Tensor | None, values: Tensor) -> Tensor:
     """Share (M,), or (M, N), of each of the draws' values (M, N, ...) in an average, from weights (K,) or (K, N) of
-    members: draw j belongs to member j mod K.
+    members: draw j belongs to member j mod K, whose draws share its weight equally.
     """
     weights = torch.ones(1, dtype=torch.float64) if weights is None else weights
-    each = len(values) // len(weights)
-    return weights.to(values.device).repeat(each, *[1] * (weights.dim() - 1)) / each
+    members, weights = len(weights), weights.to(values.device)
+    counts = torch.tensor(draw_counts(len(values), members), device=values.device)
+    each = weights / unsqueeze_like(counts, weights)
+    return each[torch.arange(len(values), device=values.device) % members]
 
 
 def mixture_below(

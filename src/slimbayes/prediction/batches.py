@@ -262,10 +262,10 @@ def loss_kind(model: nn.Module, batch: Mapping[str, Any]) -> LossKind:
     cross-entropy, or another one "of classes": it may weigh them, or add a term.
     """
     with torch.no_grad(), evaluating(model), fixed_draws(model, seed=0):
-        own = sample(model, fold=False, **batch).get("loss")
-        logits = sample(model, fold=False, **without_labels(model, batch)[0])["logits"][
-            0
-        ]
+        own = sample(model, parallel=False, **batch).get("loss")
+        logits = sample(model, parallel=False, **without_labels(model, batch)[0])[
+            "logits"
+        ][0]
     logits, labels = align_labels(model, logits, batch["labels"])
     if logits.shape[:-1] != labels.shape or logits.shape[-1] == 1:
         return "other"

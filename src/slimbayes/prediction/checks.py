@@ -31,16 +31,20 @@ _ANYWAY = "predict(..., allow_nonfinite=True) predicts anyway"
 
 
 def check_draws(
-    what: str, draws: Any, fold: Any = "auto", also: tuple[Any, ...] = ()
+    what: str, draws: Any, parallel: Any = "auto", also: tuple[Any, ...] = ()
 ) -> None:
-    """Refuse numbers of draws that are none, nor among what is taken `also`, and unknown ways to run them."""
-    if draws not in also and (not isinstance(draws, Integral) or draws < 1):
+    """Raise if `draws` is neither None, nor a positive integer, nor among what is taken `also`; and for an unknown
+    `parallel`.
+    """
+    if draws is None or draws in also:
+        pass
+    elif not isinstance(draws, Integral) or draws < 1:
         told = "".join(f", or {other!r}" for other in also)
         raise ValueError(
             f"{what} needs at least one draw, a whole number{told}, got draws={draws!r}."
         )
-    if fold != "auto" and not isinstance(fold, bool):
-        raise ValueError(f'fold must be True, False or "auto", got {fold!r}.')
+    if parallel != "auto" and not isinstance(parallel, bool):
+        raise ValueError(f'parallel must be True, False or "auto", got {parallel!r}.')
 
 
 def check_inputs(model: nn.Module, inputs: tuple[Any, Any], before: int = 0) -> None:
@@ -84,14 +88,14 @@ def check_noise_rule(model: nn.Module, likelihood: str) -> None:
     other = next((rule for rule in rules if rule != NOISE_RULE), None)
     if other is not None:
         by = (
-            f"{other[0]} to {other[1]} times scale"
+            f"{other[0]} to {other[1]} times likelihood_std"
             if len(other) == 3
             else "a rule that its file does not name"
         )
         warnings.warn(
-            f"This model's noise was learned as {by}; now it is {NOISE_RULE[0]} to {NOISE_RULE[1]} times scale. Files "
-            f"that name none are mostly of the rule before, 0.1 to 10: for them give scale= 10/3 as large, or train "
-            f"again.",
+            f"This model's noise was learned as {by}; now it is {NOISE_RULE[0]} to {NOISE_RULE[1]} times likelihood_std. "
+            f"Files that name none are mostly of the rule before, 0.1 to 10: for them give likelihood_std= 10/3 as large, "
+            f"or train again.",
             SlimbayesWarning,
             stacklevel=4,
         )
@@ -153,7 +157,7 @@ def refuse_outputs(
     draws = 0
     for some in outputs:
         values, noise = sums.meaning.predictive(
-            some.float(), sums.scale, sums.class_dim
+            some.float(), sums.likelihood_std, sums.class_dim
         )
         bad = (
             values.isnan()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.engine import calls, noise, passes
-from slimbayes.engine.calls import Fold
+from slimbayes.engine.calls import Parallel
 from slimbayes.engine.layout import arrays_of, padded, tree_map
 from slimbayes.engine.locate import layout_of
 from slimbayes.engine.noise import Seed
@@ -38,13 +38,23 @@ class Draws:
     """Runs calls of a model under draws that follow from a seed: draw j is one function for all rows of all calls.
 
     Args:
-        chunk, share, fold, seed: as in `predict`.
+        chunk, share, parallel, seed: as in `predict`.
     """
 
     def __init__(
-        self, model: nn.Module, chunk: int | None, share: bool, fold: Fold, seed: Seed
+        self,
+        model: nn.Module,
+        chunk: int | None,
+        share: bool,
+        parallel: Parallel,
+        seed: Seed,
     ) -> None:
-        self.model, self.chunk, self.share, self.fold = model, chunk, share, fold
+        self.model, self.chunk, self.share, self.parallel = (
+            model,
+            chunk,
+            share,
+            parallel,
+        )
         self.posteriors, self.members = converted_posteriors(model), members(model)
         self.predicted_members, self.weights = (
             self.members,
@@ -66,7 +76,7 @@ class Draws:
     def outputs(
         self, args: Any, kwargs: Any, draws: int, start: int = 0
     ) -> Iterator[Any]:
-        """Outputs (S', N, ...) of the draws of each member from `start` on, so many at a time as fit; names inputs that
+        """Outputs (S', N, ...) of so many draws from number `start` on, so many at a time as fit; names inputs that
         do not fit the model.
         """
         try:
@@ -87,7 +97,7 @@ class Draws:
                 args,
                 kwargs,
                 self.held.total,
-                self.fold,
+                self.parallel,
                 self.held,
             )
             yield self._run_call(lambda: calls.run_sampled(*call))
@@ -101,7 +111,7 @@ class Draws:
         )
         # The user's own noise differs between draws that picked alike.
         if countable and (
-            self.fold is False
+            self.parallel is False
             or not layout_of(self.model, args, kwargs, self.posteriors).random
         ):
             yield from self._distinct(args, kwargs, start, draws, at_once)
@@ -122,7 +132,7 @@ class Draws:
         call, own = (self.model, self.posteriors, args, kwargs), self._model_seed(first)
         return self._run_call(
             lambda: calls.run_sampled(
-                *call, new.total, self.fold, new, share=self.share, seed=own
+                *call, new.total, self.parallel, new, share=self.share, seed=own
             )
         )
 
@@ -145,20 +155,17 @@ class Draws:
             )
 
     def _numbered(self, first: int, draws: int) -> Pass:
-        """The pass of so many draws of each member; the latest is kept for the next batch."""
-        at, total = first * self.members, draws * self.members
-        if self.latest is None or self.latest[0] != at or self.latest[1].total != total:
+        """The pass of so many draws from number `first` on; the latest is kept for the next batch."""
+        known = self.latest
+        if known is None or known[0] != first or known[1].total != draws:
             self.latest = None  # never two of them at once
-            self.latest = (
-                at,
-                noise.draw_numbered(
-                    self.posteriors, Pass(total, 1, rowwise=False), self.seed, at
-                ),
-            )
-        return self.latest[1]
+            new = Pass(draws, 1, first % self.members, rowwise=False)
+            noise.draw_numbered(self.posteriors, new, self.seed, first)
+            self.latest = known = first, new
+        return known[1]
 
     def _at_once(self, inputs: Any) -> int:
-        """How many draws of each member one forward takes."""
+        """How many draws one forward takes: whole turns of all members, unless so many do not fit."""
         arrays = [padded(leaf) for leaf in arrays_of(inputs)]
         rows = max((a.shape[0] for a in arrays if a.dim()), default=1) or 1
         numbers = max((a.numel() for a in arrays), default=1)
@@ -167,10 +174,9 @@ class Draws:
             if self.chunk is None
             else self.chunk
         )
-        floats = sum(p.widths(False)[0] for p in self.posteriors) * self.members
-        return max(
-            1, min(wanted // (rows * self.members), _MOST_NOISE // max(floats, 1))
-        )
+        floats = sum(p.widths(False)[0] for p in self.posteriors)
+        most = max(1, min(wanted // rows, _MOST_NOISE // max(floats, 1)))
+        return most // self.members * self.members or most
 
     def _distinct(
         self, args: Any, kwargs: Any, start: int, draws: int, at_once: int
@@ -221,9 +227,14 @@ class Networks(Draws):
     """All M networks of a model as draws of one pass, each a member with a weight of its own."""
 
     def __init__(
-        self, model: nn.Module, chunk: int | None, share: bool, fold: Fold, seed: Seed
+        self,
+        model: nn.Module,
+        chunk: int | None,
+        share: bool,
+        parallel: Parallel,
+        seed: Seed,
     ) -> None:
-        super().__init__(model, chunk, share, fold, seed)
+        super().__init__(model, chunk, share, parallel, seed)
         if self.held is not None:
             raise ValueError(
                 'predict(draws="exact") inside `fixed_draws`: held draws are all there are; call it outside.'
@@ -283,10 +294,11 @@ class Networks(Draws):
             yield from super()._outputs(args, kwargs, draws, start)
             return
         at_once, parts = self._at_once((args, kwargs)), []
-        for some in self.combined.split(
-            at_once
-        ):  # each combination for every member in turn
-            new, at = Pass(len(some) * self.members, 1, rowwise=False), 0
+        # Network i is a combination for member i mod K.
+        for number in torch.arange(self.predicted_members).split(at_once):
+            some = self.combined[number // self.members]
+            first, at = int(number[0]) % self.members, 0
+            new = Pass(len(some), 1, first, rowwise=False)
             for p in self.posteriors:
                 support = self.support[p.key]
                 picked = some[:, at : at + support.picks].to(p.device)
@@ -296,12 +308,7 @@ class Networks(Draws):
                     .transpose(1, 2)
                     .flatten(1)
                 )
-                new.put(
-                    p.key,
-                    Noise(
-                        block.repeat_interleave(self.members, 0), block.new_empty(0, 0)
-                    ),
-                )
+                new.put(p.key, Noise(block, block.new_empty(0, 0)))
             parts.append(self._run(args, kwargs, new, 0))
         yield _joined(parts)
 

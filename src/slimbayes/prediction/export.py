@@ -62,11 +62,11 @@ def export(
     model: nn.Module,
     example: Tensor | tuple[Tensor, ...],
     path: str | Path,
-    draws: int = 1,
+    draws: int | None = None,
     members: Sequence[int] | None = None,
     noise: Literal["fixed", "input"] = "fixed",
     likelihood: LikelihoodName | None = None,
-    scale: float | Tensor = 0.0,
+    likelihood_std: float | Tensor = 0.0,
     class_dim: int | None = None,
     seed: Seed = 0,
     notes: Mapping[str, Any] | None = None,
@@ -78,13 +78,14 @@ def export(
         example: what the model takes, a tensor or several, of two rows at least.
         path: ends in .onnx (onnx and onnxscript are needed: the `export` extra) or .pt2. Open a .pt2 only if you know
             who wrote it: torch may unpickle parts of it.
-        draws: draws from every member.
-        members: numbers of the members to keep; by default all. Each draw is then a part of the graph of its own.
+        draws: S, the number of draws; by default K, one from each member.
+        members: numbers of the members to keep; by default all. Draws of others are left out. Each draw is then a part
+            of the graph of its own.
         noise: "fixed" writes the draws of `seed` into the file, so that it computes what `predict(model, x, draws,
             seed=seed)` does; with "input" the graph takes their standard normals (S, W) as a last input.
         likelihood: what outputs mean, as in `predict`: the graph then gives mean (class probabilities), aleatoric and
             epistemic uncertainty (B, ...). Without, it gives every draw's outputs (S, B, ...).
-        scale, class_dim: as in `predict`.
+        likelihood_std, class_dim: as in `predict`.
         notes: what else the file shall say of itself, as JSON holds it.
 
     Example:
@@ -123,7 +124,7 @@ def export(
             members,
             seed,
             likelihood,
-            scale,
+            likelihood_std,
             class_dim,
             fixed=noise == "fixed",
         )
@@ -169,23 +170,23 @@ class Graph(nn.Module):
         self,
         model: nn.Module,
         args: tuple[Tensor, ...],
-        draws: int,
+        draws: int | None,
         members: Sequence[int] | None,
         seed: Seed,
         likelihood: LikelihoodName | None,
-        scale: float | Tensor,
+        likelihood_std: float | Tensor,
         class_dim: int | None,
         fixed: bool,
     ) -> None:
         super().__init__()
-        self.model, self.likelihood, self.scale, self.class_dim = (
+        self.model, self.likelihood, self.likelihood_std, self.class_dim = (
             model,
             likelihood,
-            scale,
+            likelihood_std,
             class_dim,
         )
         self.posteriors, self.members = converted_posteriors(model), members_of(model)
-        self.total = self.members * draws
+        self.total = self.members if draws is None else int(draws)
         self.kept = _kept(members, self.members, self.total)
         weights = member_weights(model)
         chosen = sorted({j % self.members for j in self.kept})
@@ -223,7 +224,13 @@ class Graph(nn.Module):
         outputs = self.outputs(given, args)
         if self.likelihood is None:
             return outputs
-        meaning = self.likelihood, self.count, self.scale, self.class_dim, self.weights
+        meaning = (
+            self.likelihood,
+            self.count,
+            self.likelihood_std,
+            self.class_dim,
+            self.weights,
+        )
         found = Prediction.from_outputs(outputs, *meaning)
         return tuple(getattr(found, name) for name in SUMMARIES)
 
@@ -271,7 +278,13 @@ def _kept(members: Sequence[int] | None, count: int, total: int) -> list[int]:
             )
     if members is not None and not members:
         raise ValueError("members is empty: at least one member must be kept.")
-    return [j for j in range(total) if members is None or j % count in members]
+    kept = [j for j in range(total) if members is None or j % count in members]
+    if not kept:
+        raise ValueError(
+            f"None of the {total} draws belongs to members {list(members or ())}: draw j belongs to member j mod "
+            f"{count}."
+        )
+    return kept
 
 
 def _write(

@@ -38,7 +38,7 @@ def refresh_norms(
     model: Model,
     x: Any,
     per: Literal["posterior", "draw"] = "posterior",
-    draws: int = 1,
+    draws: int | None = None,
     inputs: int | None = None,
     seed: Seed = None,
 ) -> Model:
@@ -52,10 +52,10 @@ def refresh_norms(
         x: training inputs, as `predict` takes them: a tensor, or a loader whose targets are ignored. Two rows and more
             in every batch.
         per: "posterior" has one set of statistics for all draws (and one for each member where `MemberNorm` keeps them
-            apart): after weights were averaged, fine-tuned or loaded from elsewhere. "draw" makes S = members x draws
-            draws plain networks, each with statistics of its own, and joins them as an `ensemble`: for mean-field and k-tied
+            apart): after weights were averaged, fine-tuned or loaded from elsewhere. "draw" writes S
+            draws out, each with statistics of its own, and joins them as an `ensemble`: for mean-field and k-tied
             posteriors with estimator "reparam" on networks with batch norm. It has the parameters of S networks.
-        draws: draws of each member: for each batch, or in all with per="draw".
+        draws: S, of each batch, or in all with per="draw"; by default one for each member.
         inputs, seed: as in `predict`; with per="draw" the functions are those of `predict` with that seed.
 
     Example:
@@ -85,8 +85,10 @@ def refresh_norms(
     return fitted
 
 
-def _by_draw(model: Model, x: Any, draws: int, inputs: int | None, seed: int) -> Model:
-    total = draws * members(model)
+def _by_draw(
+    model: Model, x: Any, draws: int | None, inputs: int | None, seed: int
+) -> Model:
+    total = members(model) if draws is None else int(draws)
     with fixed_draws(model, total, seed):
         nets = [materialize(model, draw=j) for j in range(total)]
     with _measuring(nets):
@@ -100,7 +102,12 @@ def _by_draw(model: Model, x: Any, draws: int, inputs: int | None, seed: int) ->
     joined, weights = ensemble(nets), member_weights(model)
     if weights is not None:  # draw j belongs to member j mod K
         own: Any = joined.posterior["members"]  # type: ignore[index]
-        own.weights.copy_(weights.repeat(draws) / draws)
+        shares = weights[torch.arange(total) % len(weights)]
+        if not shares.any():
+            raise ValueError(
+                f"All of the first {total} members have weight zero: ask for more draws."
+            )
+        own.weights.copy_(shares / shares.sum())
     return joined
 
 

@@ -59,7 +59,7 @@ def bands(
 
     Example:
         >>> import slimbayes as sb
-        >>> p = sb.Prediction.from_outputs(torch.randn(8, 20).cumsum(1), "gaussian", scale=0.1)
+        >>> p = sb.Prediction.from_outputs(torch.randn(8, 20).cumsum(1), "gaussian", likelihood_std=0.1)
         >>> len(bands(p, torch.linspace(0, 1, 20)).axes)
         1
     """

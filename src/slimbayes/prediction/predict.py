@@ -13,15 +13,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.engine.calls import Fold
+from slimbayes.engine.calls import Parallel
 from slimbayes.engine.layout import arrays_of
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.sharing import evaluating
 from slimbayes.prediction import checks
 from slimbayes.prediction.averages import Accumulator
 from slimbayes.prediction.batches import batches_of
+from slimbayes.prediction.distance import Distance, features_of
 from slimbayes.prediction.draws import Draws, Networks
-from slimbayes.prediction.far import Far, features_of
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import members
 from slimbayes.train.elbo import check_finite
@@ -35,44 +35,47 @@ MOST_DRAWS = 1_000_000  # an average of more says nothing new, and would take fo
 def predict(
     model: nn.Module,
     x: Any,
-    draws: int | Literal["exact"] = 1,
+    draws: int | Literal["exact"] | None = None,
     chunk: int | None = None,
     likelihood: LikelihoodName = "categorical",
-    scale: float | Tensor = 0.0,
+    likelihood_std: float | Tensor = 0.0,
     keep_samples: bool = True,
     output: str | int | None = None,
     class_dim: int | None = None,
     share: bool = True,
-    fold: Fold = "auto",
+    parallel: Parallel = "auto",
     inputs: int | None = None,
     seed: Seed = None,
     allow_nonfinite: bool = False,
-    far: Far | None = None,
+    distance: Distance | None = None,
     progress: bool = False,
 ) -> Prediction:
-    """Predict with uncertainty from S = members x draws draws, in eval mode and without gradients.
+    """Predict with uncertainty from S draws, in eval mode and without gradients.
 
     A function of model, inputs and seed. Each draw is one function, the same for all rows of all batches, so the draws
     of a prediction are joint over its rows; a row by itself is predicted as with draws of its own. Draw j depends on
-    the seed and on j alone, not on `chunk`, the size or order of batches, or how many draws there are. (What a model
-    draws by itself, past its posteriors, follows from the seed but differs with the shape of a batch.)
+    the seed and on j alone, not on `chunk`, the size or order of batches, or how many draws there are; it belongs to
+    member j mod K. Every average is the plain mean over these S draws. (What a model draws by itself, past its
+    posteriors, follows from the seed but differs with the shape of a batch.)
 
     Args:
         model: a converted model, or a part of one. Its training flags are restored afterwards; several threads may
             predict with it.
         x: a tensor or numpy array, a dict or tuple the model takes, a Dataset, or an iterable of batches (a
             DataLoader). Of batches (input, target) the targets are ignored.
-        draws: draws from every member. "exact" runs every network that a model can be instead, once, and weighs each by
-            its probability, as if there were infinitely many draws: for picks of few components (EMP with one to five
-            layers of five); each network is then a member of the Prediction, with a weight. More than 4,096 networks,
-            or draws that cannot be counted, are refused.
+        draws: S, the number of draws; by default K, one from each member. Where it is no multiple of K, some members
+            have one draw more than others, and count so much more. "exact" runs every network that a model can be
+            instead, once, and weighs each by its probability, as if there were infinitely many draws: for picks of few
+            components (EMP with one to five layers of five); each network is then a member of the Prediction, with a
+            weight. More than 4,096 networks, or draws that cannot be counted, are refused.
         chunk: at most so many rows (draws x inputs) in one forward; by default 2^15, or as many as have 2^23 input
             numbers.
         likelihood: what the outputs parameterise: "categorical" and "bernoulli" logits, "gaussian" means, or
             "heteroscedastic_gaussian" means and raw scales.
-        scale: standard deviation of the observation noise, for "gaussian", without which `std` and `interval` are those
-            of the mean alone; for "heteroscedastic_gaussian" that of the targets, as in training (1 if nothing is
-            given, with a warning); a tensor for several targets, or (N, ...) for rows that have noise of their own.
+        likelihood_std: standard deviation of the observation noise, for "gaussian", without which `std` and `interval`
+            are those of the mean alone; for "heteroscedastic_gaussian" that of the targets, as in training (1 if
+            nothing is given, with a warning); a tensor for several targets, or (N, ...) for rows that have noise of
+            their own.
         keep_samples: keep every draw's prediction. Without, memory does not grow with the number of draws.
         output: key or position of the outputs in what the model returns; by default the tensor itself, `.logits`, or
             the first tensor.
@@ -80,14 +83,14 @@ def predict(
             the Prediction.
         share: compute once what draws have in common: modules that run before any layer draws, and networks that
             several draws picked.
-        fold: as in `sample`.
+        parallel: as in `sample`.
         inputs: how many leading parts of a loader's batch the model takes; needed where a batch has more than (input,
             target).
         seed: a whole number or a torch.Generator; by default the next number of torch's own generator.
         allow_nonfinite: predict although inputs, weights or outputs are NaN or infinite, which is an error otherwise.
             Rows whose prediction is NaN then have the label -1.
-        far: what `slimbayes.far` learned of the training rows. Predictions then know less about rows that are far from
-            them, and have their `distance`.
+        distance: what `slimbayes.distance` learned of the training examples. The uncertainty of predictions then grows
+            away from them, and predictions say how far that is, in `distance`.
         progress: write a line to stderr that says how many rows are done.
 
     Members of an `Ensemble` are averaged with its stacking weights, if `stack` has set them.
@@ -95,46 +98,47 @@ def predict(
     Example:
         >>> import slimbayes as sb
         >>> net = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2))
-        >>> pred = predict(net, torch.randn(7, 4), draws=8)
+        >>> pred = predict(net, torch.randn(7, 4), draws=16)
         >>> pred.probs.shape, pred.samples.shape
         (torch.Size([7, 3]), torch.Size([16, 7, 3]))
     """
-    checks.check_draws("predict", draws, fold, also=("exact",))
+    checks.check_draws("predict", draws, parallel, also=("exact",))
     if chunk is not None and (not isinstance(chunk, Integral) or chunk < 1):
         raise ValueError(
             f"predict needs chunk >= 1, a whole number, got chunk={chunk!r}."
         )
-    scale = (
-        scale if isinstance(scale, (int, float)) else torch.as_tensor(scale)
+    likelihood_std = (
+        likelihood_std
+        if isinstance(likelihood_std, (int, float))
+        else torch.as_tensor(likelihood_std)
     )  # arrays and lists
-    check_positive("scale", torch.as_tensor(scale), zero=True)
+    check_positive("likelihood_std", torch.as_tensor(likelihood_std), zero=True)
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(
             "The model has parameters on the meta device, which have no numbers: load its weights first."
         )
-    if draws != "exact" and draws > MOST_DRAWS:
+    if isinstance(draws, Integral) and draws > MOST_DRAWS:
         raise ValueError(
-            f"predict takes at most {MOST_DRAWS:,} draws of each member, got draws={draws!r}."
-        )
-    if chunk is not None and chunk < members(model):
-        raise ValueError(
-            f"predict runs one draw of every member at once: chunk must be at least {members(model)}, got {chunk!r}."
+            f"predict takes at most {MOST_DRAWS:,} draws, got draws={draws!r}."
         )
     checks.check_noise_rule(model, likelihood)
-    if far is not None:
-        far.check(model)
+    if distance is not None:
+        distance.check(model)
     if not allow_nonfinite:
         check_finite(model)
-    source = (Networks if draws == "exact" else Draws)(model, chunk, share, fold, seed)
-    number, bar = 1 if draws == "exact" else int(draws), Progress(x, progress)
+    source = (Networks if draws == "exact" else Draws)(
+        model, chunk, share, parallel, seed
+    )
+    number = members(model) if draws is None or draws == "exact" else int(draws)
+    bar = Progress(x, progress)
     parts: list[Prediction] = []
     with evaluating(model):
         for args, kwargs in batches_of(model, x, chunk, inputs, allow_nonfinite):
-            before, keep = sum(map(len, parts)), keep_samples or far is not None
+            before, keep = sum(map(len, parts)), keep_samples or distance is not None
             sums = Accumulator(
                 likelihood,
                 source.predicted_members,
-                scale,
+                likelihood_std,
                 keep,
                 class_dim,
                 source.weights,
@@ -143,7 +147,7 @@ def predict(
                 found = _checked(find_output(outputs, output), likelihood)
                 if not before and not sums.count:
                     checks.check_scores(model, found, likelihood, class_dim)
-                sums.scale = _scale_of(scale, found, likelihood, before)
+                sums.likelihood_std = _std_of(likelihood_std, found, likelihood, before)
                 sums.add(found)
             if not (allow_nonfinite or sums.sound()):
                 again = (
@@ -152,8 +156,9 @@ def predict(
                 )
                 checks.refuse_outputs(sums, again, before)
             part = Prediction(**sums.fields())
-            if far is not None:
-                part = far.widen(part, far(features_of(model, args, kwargs, far.at)))
+            if distance is not None:
+                features = features_of(model, args, kwargs, distance.at)
+                part = distance.widen(part, distance(features))
             parts.append(
                 part if keep_samples else replace(part, by_draw=None, noise=None)
             )
@@ -161,12 +166,12 @@ def predict(
     bar.close()
     whole = Prediction.joined(parts)
     if (
-        isinstance(scale, Tensor)
-        and scale.dim() == whole.by_member.dim() - 1
-        and len(scale) not in (1, len(whole))
+        isinstance(likelihood_std, Tensor)
+        and likelihood_std.dim() == whole.by_member.dim() - 1
+        and len(likelihood_std) not in (1, len(whole))
     ):
         raise ValueError(
-            f"scale has one line for each of {len(scale)} rows, but {len(whole)} were predicted."
+            f"likelihood_std has one line for each of {len(likelihood_std)} rows, but {len(whole)} were predicted."
         )
     return whole
 
@@ -177,7 +182,7 @@ def predict_prefixes(
     x: Tensor,
     draws: Sequence[int],
     likelihood: LikelihoodName = "categorical",
-    scale: float | Tensor = 0.0,
+    likelihood_std: float | Tensor = 0.0,
     seed: Seed = None,
     before: int = 0,
     allow_nonfinite: bool = False,
@@ -196,7 +201,7 @@ def predict_prefixes(
         checks.check_inputs(model, ((x,), {}), before)
     out, done, source = {}, 0, Draws(model, None, True, "auto", seed)
     sums = Accumulator(
-        likelihood, source.predicted_members, scale, True, None, source.weights
+        likelihood, source.predicted_members, likelihood_std, True, None, source.weights
     )
     with evaluating(model):
         for count in sorted(set(draws)):
@@ -227,29 +232,31 @@ def _checked(outputs: Tensor, likelihood: str) -> Tensor:
     return outputs
 
 
-def _scale_of(
-    scale: float | Tensor, outputs: Tensor, likelihood: str, before: int
+def _std_of(
+    likelihood_std: float | Tensor, outputs: Tensor, likelihood: str, before: int
 ) -> float | Tensor:
-    """The noise of these rows, which come after so many others: one scale for all, or lines of one for each."""
-    if not isinstance(scale, Tensor) or scale.numel() == 1:
-        return scale
+    """The noise of these rows, which come after so many others: one for all, or lines of one for each."""
+    if not isinstance(likelihood_std, Tensor) or likelihood_std.numel() == 1:
+        return likelihood_std
     each, rows = (
         likelihood_named(likelihood)
         .predictive(outputs[:1, :1], 1.0, None)[0]
         .shape[2:],
         outputs.shape[1],
     )
-    if broadcasts(scale.shape, each) or broadcasts(scale.shape, (1, *each)):
-        return scale
-    own = scale[before : before + rows]
+    if broadcasts(likelihood_std.shape, each) or broadcasts(
+        likelihood_std.shape, (1, *each)
+    ):
+        return likelihood_std
+    own = likelihood_std[before : before + rows]
     if (
-        scale.dim() != len(each) + 1
+        likelihood_std.dim() != len(each) + 1
         or not broadcasts(own.shape, (rows, *each))
         or len(own) != rows
     ):
         raise ValueError(
-            f"scale of shape {tuple(scale.shape)} does not broadcast against one row's targets, shape {tuple(each)}, "
-            f"nor has it a line for each row."
+            f"likelihood_std of shape {tuple(likelihood_std.shape)} does not broadcast against one row's targets, "
+            f"shape {tuple(each)}, nor has it a line for each row."
         )
     return own
 

@@ -2,8 +2,8 @@
 
 Probabilities are averaged, never logits, but they are kept as logarithms: a probability of e^-200 is zero in float32,
 and so is 1 - p at a logit of 17. For classes the total uncertainty is an entropy, for real targets a variance; it is
-the sum of an aleatoric and an epistemic part. Members count equally unless they have weights, say from `stack`; a
-member's draws always share its weight equally.
+the sum of an aleatoric and an epistemic part. Every average is the plain mean over the S draws that ran, unless members
+have weights, say from `stack`: then each draw counts as much as its member weighs.
 
 Sizes: S draws, K members, N rows, C classes.
 """
@@ -39,8 +39,9 @@ class Prediction(Views):
         by_draw: the same of every draw (S, N, ...), unless predict was asked not to keep them.
         noise: noise variance of every draw (S, N, ...), for real targets.
         weights: share (K,) of each member in every average here, or (K, N) where it differs between rows; None means
-            equal ones.
-        distance: how far each row is from the training rows (N,), from 0 to 1, if `predict` was given `far`.
+            equal ones. Where S is no multiple of K some members have one draw more, and with it a larger share. With
+            fewer draws than members, K counts only those that had one.
+        distance: how far each row is from the training rows (N,), from 0 to 1, if `predict` was given `distance`.
 
     Example:
         >>> p = Prediction.from_outputs(torch.tensor([[[2.0, 0.0]], [[0.0, 2.0]]]), "categorical")
@@ -66,7 +67,7 @@ class Prediction(Views):
         outputs: Tensor,
         likelihood: LikelihoodName = "categorical",
         members: int = 1,
-        scale: float | Tensor = 0.0,
+        likelihood_std: float | Tensor = 0.0,
         class_dim: int | None = None,
         weights: Tensor | Sequence[float] | None = None,
     ) -> "Prediction":
@@ -74,15 +75,20 @@ class Prediction(Views):
 
         Shape: outputs (S, N, ..., C) logits, whose classes may lie along another `class_dim` but come last in the
         result (from five dimensions on it must be given: 2 for (S, N, C, H, W)); (S, N) or (S, N, 1) binary logits,
-        (S, N, ...) means, or (S, N, ..., 2) means and raw scales. Draw j belongs to member j mod K. scale broadcasts
-        against (N, ...), as in `predict`; weights (K,).
+        (S, N, ...) means, or (S, N, ..., 2) means and raw scales. Draw j belongs to member j mod K. likelihood_std
+        broadcasts against (N, ...), as in `predict`; weights (K,).
 
         Example:
             >>> Prediction.from_outputs(torch.tensor([[1.0], [5.0]]), "gaussian", members=2, weights=[0.75, 0.25]).mean
             tensor([2.])
         """
         draws = averages.Accumulator(
-            likelihood, members, scale, keep=True, class_dim=class_dim, weights=weights
+            likelihood,
+            members,
+            likelihood_std,
+            keep=True,
+            class_dim=class_dim,
+            weights=weights,
         )
         draws.add(outputs)
         return cls(**draws.fields())
@@ -174,7 +180,7 @@ class Prediction(Views):
         Shape: target (N, ...) class indices, 0 or 1, or real values; returns (N, ...).
 
         Example:
-            >>> p = Prediction.from_outputs(torch.tensor([[-1.0], [1.0]]), "gaussian", scale=1.0)
+            >>> p = Prediction.from_outputs(torch.tensor([[-1.0], [1.0]]), "gaussian", likelihood_std=1.0)
             >>> p.log_prob(torch.zeros(1))  # log of N(1; 0, 1)
             tensor([-1.4189])
         """
@@ -188,10 +194,8 @@ class Prediction(Views):
         if self.discrete:
             target = self.check_target(target)
             return averages.log_at(self.by_member, target)
-        logp = self.draw_log_prob(target).unflatten(
-            0, (-1, len(self.by_member))
-        )  # draw j belongs to member j mod K
-        return averages.log_mean(logp)
+        logp = self.draw_log_prob(target)
+        return averages.over_draws(logp, len(self.by_member), averages.log_mean)
 
     def draw_log_prob(self, target: Tensor) -> Tensor:
         """Log probability, or density, of each target under every draw by itself: what stacking weighs.
@@ -210,7 +214,8 @@ class Prediction(Views):
         assert self.noise is not None  # kept with the samples
         if bool((self.noise == 0).any()):
             raise ValueError(
-                "A density needs observation noise, got scale 0; call predict(..., scale=) with its standard deviation."
+                "A density needs observation noise, got likelihood_std 0; call predict(..., likelihood_std=) with its "
+                "standard deviation."
             )
         return -0.5 * (
             (target - values).square() / self.noise
@@ -221,12 +226,14 @@ class Prediction(Views):
     def rescaled(self, mean: float | Tensor, std: float | Tensor) -> "Prediction":
         """The prediction in a target's own units, y = mean + std * f, for a model that was trained on (y - mean) / std.
 
-        The output precision tau of Chang et al. 2019 (B.3) is in those units: `predict(..., scale=tau**-0.5 / std)`.
+        The output precision tau of Chang et al. 2019 (B.3) is in those units: `predict(..., likelihood_std=tau**-0.5 /
+        std)`.
 
         Shape: mean and std are numbers, or broadcast against one row's targets.
 
         Example:
-            >>> p = Prediction.from_outputs(torch.tensor([[-1.0], [1.0]]), "gaussian", scale=0.5).rescaled(10.0, 2.0)
+            >>> p = Prediction.from_outputs(torch.tensor([[-1.0], [1.0]]), "gaussian", likelihood_std=0.5)
+            >>> p = p.rescaled(10.0, 2.0)
             >>> p.mean, p.epistemic, p.aleatoric
             (tensor([10.]), tensor([4.]), tensor([1.]))
         """
@@ -250,7 +257,7 @@ class Prediction(Views):
 
     def with_logs(self, by_draw: Tensor, aleatoric: Tensor) -> "Prediction":
         """The same with other log-probabilities of every draw (S, N, ..., C), of which so much is aleatoric."""
-        by_member = averages.log_mean(by_draw.unflatten(0, (-1, len(self.by_member))))
+        by_member = averages.over_draws(by_draw, len(self.by_member), averages.log_mean)
         epistemic = averages.mutual_information(by_member, self.weights, aleatoric)
         return replace(
             self,
@@ -268,7 +275,7 @@ class Prediction(Views):
         Shape: two tensors of the shape of `mean`.
 
         Example:
-            >>> Prediction.from_outputs(torch.zeros(3, 1), "gaussian", scale=1.0).interval(0.9)
+            >>> Prediction.from_outputs(torch.zeros(3, 1), "gaussian", likelihood_std=1.0).interval(0.9)
             (tensor([-1.6449]), tensor([1.6449]))
         """
         averages.check_level(level)
@@ -286,7 +293,7 @@ class Prediction(Views):
             if not self.discrete:
                 warnings.warn(
                     "This prediction has no observation noise: its intervals are those of the mean and hold fewer "
-                    "targets than their level. Call predict(..., scale=) with the noise's standard deviation.",
+                    "targets than their level. Call predict(..., likelihood_std=) with the noise's standard deviation.",
                     SlimbayesWarning,
                     stacklevel=2,
                 )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slimbayes.convert.bayesianize import conversions_of, debayesianize
 from slimbayes.engine import bare, calls, noise, passes
-from slimbayes.engine.calls import Fold
+from slimbayes.engine.calls import Parallel
 from slimbayes.engine.layout import arrays_of
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.objects import copy_containers, is_opaque, stack_draws
@@ -34,7 +34,7 @@ def members(model: nn.Module) -> int:
     >>> members(sb.bayesianize(nn.Linear(2, 2), sb.BatchEnsemble(members=3)))
     3
     """
-    return calls.total_draws(converted_posteriors(model), 1)
+    return calls.count_members(converted_posteriors(model))
 
 
 def converted_posteriors(model: nn.Module) -> list[Any]:
@@ -53,21 +53,21 @@ def device_of(model: nn.Module) -> torch.device:
 def sample(
     model: nn.Module,
     *args: Any,
-    draws: int = 1,
+    draws: int | None = None,
     rows: Literal["tile", "split"] = "tile",
-    fold: Fold = "auto",
+    parallel: Parallel = "auto",
     seed: Seed = None,
     **kwargs: Any,
 ) -> Any:
-    """Run the model under S = members x draws draws from its posterior.
+    """Run the model under S draws from its posterior.
 
     Args:
         model: a converted model, or a part of one; its mode (train or eval) is left as it is.
         *args, **kwargs: what the model takes. What holds rows is found out on the first call and repeated for each
             draw.
-        draws: draws from every member.
+        draws: S, the number of draws; by default K, one from each member. It need not be a multiple of K.
         rows: "tile" lets every draw see every row; "split" hands the rows out, the first S-th of them to draw 0.
-        fold: True runs all draws as one large batch, False one after another: the same draws, so the same outputs.
+        parallel: True runs all draws as one large batch, False one after another: the same draws, so the same outputs.
             "auto" folds where that was proven to be right for this kind of input, and says so once where it is not.
         seed: a whole number or a torch.Generator from which everything random in the call follows; by default torch's
             own generators.
@@ -78,10 +78,10 @@ def sample(
     Example:
         >>> import slimbayes as sb
         >>> net = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2))
-        >>> sample(net, torch.randn(5, 4), draws=3).shape
+        >>> sample(net, torch.randn(5, 4), draws=6).shape
         torch.Size([6, 5, 3])
     """
-    check_draws("sample", draws, fold)
+    check_draws("sample", draws, parallel)
     if rows not in ("tile", "split"):
         raise ValueError(f'rows must be "tile" or "split", got {rows!r}.')
     posteriors = converted_posteriors(model)
@@ -90,20 +90,20 @@ def sample(
             raise ValueError(
                 "sample found no tensor among the inputs, so it cannot tell the number of rows."
             )
-        fold = (
+        parallel = (
             False  # what an object of somebody's holds cannot be repeated for each draw
         )
     if not posteriors:
         with noise.own_noise(
             None if seed is None else noise.seed_of(seed), device_of(model)
         ):
-            every = (copy_containers((args, kwargs)) for _ in range(draws))
+            every = (copy_containers((args, kwargs)) for _ in range(draws or 1))
             return stack_draws([model(*own, **options) for own, options in every])
     held = calls.held_draws("sample", posteriors, seed)
-    total = calls.total_draws(posteriors, draws) if held is None else held.total
+    total = calls.count_draws(posteriors, draws) if held is None else held.total
     how = (
         total,
-        fold,
+        parallel,
         held,
         rows == "split",
         False,
@@ -164,7 +164,7 @@ def fixed_draws(
     if draws == "mean":
         new = central_pass(posteriors)
     else:
-        total = calls.total_draws(posteriors, 1) if draws is None else int(draws)
+        total = calls.count_draws(posteriors, draws)
         new = Pass(total, 1, held=True)
         noise.draw_numbered(posteriors, new, noise.seed_of(seed))
     with passes.holding(new):
@@ -173,7 +173,7 @@ def fixed_draws(
 
 def central_pass(posteriors: Sequence[Any]) -> Pass:
     """A pass that holds one draw for each member, at its mean; refused where draws have none."""
-    new = Pass(calls.total_draws(posteriors, 1), 1, held=True)
+    new = Pass(calls.count_members(posteriors), 1, held=True)
     new.centred = True
     noise.draw_numbered(posteriors, new, 0)
     for posterior in posteriors:
@@ -248,7 +248,7 @@ def _materialize_draw(model: Model, posteriors: Sequence[Any], draw: Any) -> Mod
 @torch.no_grad()
 def _materialize_member(model: Model, posteriors: Sequence[Any], member: Any) -> Model:
     """A plain copy with the weights of one member at its mean, or the average of all members' ones."""
-    total = calls.total_draws(posteriors, 1)
+    total = calls.count_members(posteriors)
     if member != "mean" and not (
         isinstance(member, Integral) and 0 <= int(member) < total
     ):

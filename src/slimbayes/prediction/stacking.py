@@ -33,7 +33,7 @@ def stack(
     draws: int = 200,
     prior: float = 1.0,
     likelihood: LikelihoodName = "categorical",
-    scale: float | Tensor = 0.0,
+    likelihood_std: float | Tensor = 0.0,
     class_dim: int | None = None,
     seed: Seed = None,
 ) -> dict[str, Tensor]:
@@ -48,7 +48,7 @@ def stack(
         x, target: held-out inputs and what was observed, not the training data.
         draws: networks to draw, for EMP; every component of every layer must be among them.
         prior: pseudo-count that pulls each layer towards equal probabilities, for EMP.
-        likelihood, scale, class_dim, seed: as in `predict`.
+        likelihood, likelihood_std, class_dim, seed: as in `predict`.
 
     Example:
         >>> import slimbayes as sb
@@ -62,7 +62,11 @@ def stack(
 
     def scores() -> Tensor:
         found = predict(
-            model, x, likelihood=likelihood, scale=scale, class_dim=class_dim
+            model,
+            x,
+            likelihood=likelihood,
+            likelihood_std=likelihood_std,
+            class_dim=class_dim,
         )
         return found.draw_log_prob(target).flatten(1)
 

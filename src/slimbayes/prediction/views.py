@@ -225,15 +225,13 @@ class Views:
             for t in (total, self.aleatoric, self.epistemic)
         ]
         told = f"{unit} {means[0]} = {means[1]} aleatoric + {means[2]} epistemic"
-        far = (
+        away = (
             ""
             if self.distance is None
             else f", distance {float(self.distance.mean()):.2g}"
         )
         draws = f"{self.count} draw{'s' * (self.count > 1)} of {members} member{'s' * (members > 1)}"
-        return (
-            f"Prediction({rows}, {what} ({self.likelihood}), {draws}, mean {told}{far})"
-        )
+        return f"Prediction({rows}, {what} ({self.likelihood}), {draws}, mean {told}{away})"
 
     def _repr_html_(self: Any) -> str:
         """A short table for notebooks."""

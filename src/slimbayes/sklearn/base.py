@@ -33,7 +33,7 @@ from slimbayes.convert.bayesianize import bayesianize
 from slimbayes.errors import SlimbayesWarning, brief, did_you_mean
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.prediction.sample import sample
+from slimbayes.prediction.sample import members, sample
 from slimbayes.sklearn.columns import Missing, Preparation, Scaling, is_frame
 from slimbayes.sklearn.network import (
     TableRows,
@@ -46,6 +46,7 @@ from slimbayes.train.elbo import elbo
 from slimbayes.train.likelihoods import LikelihoodName
 from slimbayes.train.optim import param_groups
 
+_EACH = 4  # draws of each member in a prediction, by default
 _FEWEST = 40  # rows from which some are held out: fewer say little about when to stop
 
 
@@ -66,7 +67,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     kl_weight: Any = 1.0
     validation_fraction: Any = 0.2
     patience: Any = 16
-    draws: Any = 4
+    draws: Any = None
     device: Any = "cpu"
     random_state: Any = None
     table_: Preparation = field(init=False)
@@ -222,8 +223,14 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def _nll(self, rows: TableRows) -> float:
         """Mean negative log-likelihood of rows under the mixture of some draws, the same at every call."""
         likelihood, scale = self._meaning()
+        draws = _EACH * members(self.network_)
         logp = predict(
-            self.network_, rows.x, 4, likelihood=likelihood, scale=scale, seed=0
+            self.network_,
+            rows.x,
+            draws,
+            likelihood=likelihood,
+            likelihood_std=scale,
+            seed=0,
         ).log_prob(rows.y)
         logp = logp.sum(-1) if logp.dim() > 1 else logp
         return float(-(logp * rows.weight).sum() / rows.weight.sum())
@@ -331,11 +338,12 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         likelihood, scale = self._meaning()
         how: dict[str, Any] = {
             "likelihood": likelihood,
-            "scale": scale,
+            "likelihood_std": scale,
             "keep_samples": keep,
             "seed": self.seed_,
         }
-        return predict(self.network_, x, self.draws, **how)
+        draws = _EACH * members(self.network_) if self.draws is None else self.draws
+        return predict(self.network_, x, draws, **how)
 
     def _check_parameters(self) -> None:
         for name, choices in (
@@ -347,8 +355,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
                 raise ValueError(
                     f"{name}={brief(value)} is not known{did_you_mean(str(value), choices)}"
                 )
-        whole = {"epochs": self.epochs, "patience": self.patience, "draws": self.draws}
-        whole |= {} if self.batch_size is None else {"batch_size": self.batch_size}
+        whole = {"epochs": self.epochs, "patience": self.patience}
+        optional = {"batch_size": self.batch_size, "draws": self.draws}
+        whole |= {name: n for name, n in optional.items() if n is not None}
         for name, value in whole.items():
             if (
                 not isinstance(value, int | np.integer)

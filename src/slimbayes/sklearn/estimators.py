@@ -41,7 +41,7 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
             to 256 rows.
         validation_fraction: rows held out of training, if there are 40 or more; training stops when their likelihood
             has not risen for `patience` epochs, and takes the best epoch's weights.
-        draws: from each member, for a prediction.
+        draws: number of draws of a prediction; by default four of each member.
         device: where to compute.
         random_state: seeds everything; a fitted estimator always predicts the same.
 

@@ -18,8 +18,8 @@ def noise_scale(raw: Tensor, spread: float | Tensor = 1.0) -> Tensor:
 
     It is the softplus of the output, in units of 0.3 of the spread, added in quadrature to the floor. A network that
     fits its training rows ever better would otherwise shrink the noise there without end, and one mistake elsewhere
-    then costs any number of nats. The unit makes the noise start at a fifth of the spread. docs/far.md has what other
-    floors and units cost and gain on held-out rows.
+    then costs any number of nats. The unit makes the noise start at a fifth of the spread. docs/distance.md has what
+    other floors and units cost and gain on held-out rows.
 
     Shape: raw (...), spread broadcasts against it; returns (...).
 
@@ -51,8 +51,8 @@ def noise_unit(scale: float | Tensor) -> float | Tensor:
     if isinstance(scale, Tensor) or scale:
         return scale
     warnings.warn(
-        "heteroscedastic_gaussian needs scale, the targets' standard deviation as in training: without, noise is in "
-        "units of 1. Say scale=1.0 if the targets were standardised.",
+        "heteroscedastic_gaussian needs likelihood_std, the targets' standard deviation as in training: without, noise "
+        "is in units of 1. Say likelihood_std=1.0 if the targets were standardised.",
         SlimbayesWarning,
         stacklevel=2,
     )
@@ -74,8 +74,8 @@ def check_spread(target: Tensor, spread: Tensor) -> None:
     if bool(odd.any()):
         found, told = float(deviations[odd].flatten()[0]), float(each[odd].flatten()[0])
         warnings.warn(
-            f"Targets have the standard deviation {found:.3g}, but scale={told:.3g} bounds their noise to "
-            f"[{LEAST_NOISE * told:.3g}, {MOST_NOISE * told:.3g}]: standardise them, or give scale= in training and "
-            f"in predict.",
+            f"Targets have the standard deviation {found:.3g}, but likelihood_std={told:.3g} bounds their noise to "
+            f"[{LEAST_NOISE * told:.3g}, {MOST_NOISE * told:.3g}]: standardise them, or give likelihood_std= in training "
+            f"and in predict.",
             stacklevel=3,
         )

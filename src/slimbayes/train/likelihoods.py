@@ -118,13 +118,16 @@ def bernoulli(logits: Tensor, target: Tensor, form: Form = "average") -> Tensor:
 
 
 def gaussian(
-    mean: Tensor, target: Tensor, scale: float | Tensor = 1.0, form: Form = "average"
+    mean: Tensor,
+    target: Tensor,
+    likelihood_std: float | Tensor = 1.0,
+    form: Form = "average",
 ) -> Tensor:
     """Mean negative log-likelihood of real targets with known or shared noise under S draws of means.
 
-    Shape: mean (S, B, ...), target (B, ...), scale a float or a tensor that broadcasts against target; returns a
-    scalar: the mean over rows of the sum over a row's outputs. "logits" and "probs" both average the means, which are
-    the distribution's parameters.
+    Shape: mean (S, B, ...), target (B, ...), likelihood_std a float or a tensor that broadcasts against target; returns
+    a scalar: the mean over rows of the sum over a row's outputs. "logits" and "probs" both average the means, which
+    are the distribution's parameters.
 
     Example:
         >>> gaussian(torch.zeros(2, 3), torch.zeros(3)).round(decimals=4)  # log(2 pi) / 2
@@ -132,18 +135,21 @@ def gaussian(
     """
     if form in ("logits", "probs"):
         mean, form = mean.mean(0, keepdim=True), "average"
-    return _gaussian(mean, target, scale_for(scale, target, mean), form)
+    return _gaussian(mean, target, scale_for(likelihood_std, target, mean), form)
 
 
 def heteroscedastic_gaussian(
-    output: Tensor, target: Tensor, form: Form = "average", scale: float | Tensor = 1.0
+    output: Tensor,
+    target: Tensor,
+    form: Form = "average",
+    likelihood_std: float | Tensor = 1.0,
 ) -> Tensor:
     """Mean negative log-likelihood of real targets under S draws of means and noise scales.
 
     The network gives two numbers for each target: the mean, and the noise scale before `noise_scale`, which keeps it
     between 0.03 and 3 times the targets' spread.
 
-    Shape: output (S, B, ..., 2), target (B, ...), scale the targets' own standard deviation: 1 if they are
+    Shape: output (S, B, ..., 2), target (B, ...), likelihood_std the targets' own standard deviation: 1 if they are
     standardised, else a float or a tensor that broadcasts against target; returns a scalar, as `gaussian`. "probs"
     averages the mean and the variance, "logits" the raw outputs.
 
@@ -152,7 +158,7 @@ def heteroscedastic_gaussian(
         tensor(-0.6428)
     """
     check_two_outputs(output)
-    spread = scale_for(scale, target, output)
+    spread = scale_for(likelihood_std, target, output)
     if can_read_values(target):
         check_spread(target, spread)
     if form == "logits":
@@ -253,10 +259,10 @@ class Likelihood:
 
     Attributes:
         function: negative log-likelihood of targets, as training loops of one's own call it.
-        predictive: of outputs (S, B, ...), a noise scale and the dimension of classes: what each draw predicts.
+        predictive: of outputs (S, B, ...), a standard deviation and the dimension of classes: what each draw predicts.
         fisher: their information about the outputs.
         discrete: whether targets are classes, not real numbers.
-        option: what `function` takes besides the form: "scale", "class_dim" or nothing.
+        option: what `function` takes besides the form: "likelihood_std", "class_dim" or nothing.
         learns_noise: whether outputs have the noise in them, by `noise_scale`.
     """
 
@@ -264,7 +270,7 @@ class Likelihood:
     predictive: Callable[[Tensor, float | Tensor, int | None], tuple[Tensor, Tensor]]
     fisher: Fisher
     discrete: bool
-    option: Literal["scale", "class_dim", ""] = ""
+    option: Literal["likelihood_std", "class_dim", ""] = ""
     learns_noise: bool = False
 
     def nll(
@@ -272,11 +278,14 @@ class Likelihood:
         outputs: Tensor,
         target: Tensor,
         form: Form,
-        scale: float | Tensor = 1.0,
+        likelihood_std: float | Tensor = 1.0,
         class_dim: int | None = None,
     ) -> Tensor:
         """Mean negative log-likelihood under S draws; what this likelihood does not take is left out."""
-        options = {"scale": scale, "class_dim": -1 if class_dim is None else class_dim}
+        options = {
+            "likelihood_std": likelihood_std,
+            "class_dim": -1 if class_dim is None else class_dim,
+        }
         return self.function(
             outputs,
             target,
@@ -290,13 +299,15 @@ LIKELIHOODS: dict[str, Likelihood] = {
         categorical, _classes, CLASSES, discrete=True, option="class_dim"
     ),
     "bernoulli": Likelihood(bernoulli, _two_classes, BINARY, discrete=True),
-    "gaussian": Likelihood(gaussian, _means, MEANS, discrete=False, option="scale"),
+    "gaussian": Likelihood(
+        gaussian, _means, MEANS, discrete=False, option="likelihood_std"
+    ),
     "heteroscedastic_gaussian": Likelihood(
         heteroscedastic_gaussian,
         _means_and_scales,
         MEANS_AND_SCALES,
         False,
-        option="scale",
+        option="likelihood_std",
         learns_noise=True,
     ),
 }

@@ -31,7 +31,7 @@ class OutputPrecision(nn.Module):
         >>> x, y = torch.randn(8, 3), torch.randn(8, 1)
         >>> loss = noise.nll(sb.sample(net, x), y) + (sb.kl(net) + noise.kl()) / 8
         >>> loss.backward()
-        >>> sb.predict(net, x, likelihood="gaussian", scale=noise.scale).std.shape
+        >>> sb.predict(net, x, likelihood="gaussian", likelihood_std=noise.likelihood_std).std.shape
         torch.Size([8, 1])
     """
 
@@ -80,7 +80,7 @@ class OutputPrecision(nn.Module):
         return (self.log_shape - self.log_rate).exp().detach()
 
     @property
-    def scale(self) -> Tensor:
+    def likelihood_std(self) -> Tensor:
         """The standard deviation of the noise that belongs to it, for `predict`."""
         return self.precision.rsqrt()
 

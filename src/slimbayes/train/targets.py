@@ -84,7 +84,7 @@ def check_shape(outputs: Tensor, target: Tensor, needed: torch.Size, form: str) 
     if target.shape != needed:
         bare = target.shape in (outputs.shape, outputs.shape[:-1])
         hint = (
-            " Outputs have draws in front, as `sample` gives them: use model(x)[None] for a bare call."
+            " Outputs have draws in front, as `sample` gives them: use model(x)[None] for a plain forward."
             if bare
             else ""
         )
@@ -163,10 +163,11 @@ def scale_for(scale: float | Tensor, target: Tensor, outputs: Tensor) -> Tensor:
     given = given.reshape(()) if given.numel() == 1 else given
     if not broadcasts(given.shape, target.shape):
         raise ValueError(
-            f"scale of shape {tuple(given.shape)} does not broadcast against targets of shape {tuple(target.shape)}."
+            f"likelihood_std of shape {tuple(given.shape)} does not broadcast against targets of shape "
+            f"{tuple(target.shape)}."
         )
     if can_read_values(given):
-        check_positive("scale", given)
+        check_positive("likelihood_std", given)
     return given
 
 

@@ -34,7 +34,7 @@ from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.diagnostics.spectra import Of
 from slimbayes.lab.execution import Execution, seed_everything
 from slimbayes.lab.runs.fit import check_fit
-from slimbayes.lab.runs.predictor import Predictor
+from slimbayes.lab.runs.predictor import Predictor, total_draws
 from slimbayes.lab.runs.trained import load_run
 from slimbayes.metrics.functional import labelled
 from slimbayes.models import keras_count
@@ -232,9 +232,8 @@ def snr(case: Case) -> Found:
             task.train.x.device
         )
         network.zero_grad()
-        outputs = sb.sample(
-            network, task.scaling(task.train.x[picked]), draws=experiment.train.draws
-        )
+        draws = total_draws(network, experiment.train.draws)
+        outputs = sb.sample(network, task.scaling(task.train.x[picked]), draws=draws)
         nll = LIKELIHOODS[likelihood].nll(
             outputs, task.train.y[picked], experiment.train.form, noise
         )

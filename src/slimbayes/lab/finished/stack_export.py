@@ -26,7 +26,7 @@ from slimbayes.lab.execution import Execution, key
 from slimbayes.lab.finished.diagnose import layer_column
 from slimbayes.lab.runs.fit import write_record
 from slimbayes.lab.runs.folder import RunError, claim_run, seal, write_config
-from slimbayes.lab.runs.predictor import Predictor
+from slimbayes.lab.runs.predictor import Predictor, total_draws
 from slimbayes.lab.runs.trained import load_run, read_predictor, save_network
 from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.lab.tasks.task import Task
@@ -74,7 +74,13 @@ def stack_run(
         key(experiment.seed, "stack"),
     )
     weights = sb.stack(
-        network, x, y, draws, likelihood=likelihood, scale=predictor.noise, seed=seed
+        network,
+        x,
+        y,
+        draws,
+        likelihood=likelihood,
+        likelihood_std=predictor.noise,
+        seed=seed,
     )
     claim_run(folder)
     shutil.copytree(
@@ -165,9 +171,9 @@ def export_run(
         InUnits(predictor.network, task, noisy).to(predictor.device),
         _example(predictor),
         file,
-        draws=draws,
+        draws=total_draws(predictor.network, draws),
         likelihood=predictor.likelihood,
-        scale=scale,
+        likelihood_std=scale,
         seed=key(predictor.experiment.seed, "evaluate", "predict"),
         notes={
             "classes": list(task.classes),

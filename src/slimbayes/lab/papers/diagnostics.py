@@ -35,6 +35,7 @@ from slimbayes.errors import did_you_mean
 from slimbayes.lab.execution import key
 from slimbayes.lab.finished.diagnose import Case, Found, elbo, snr, spectrum, truncation
 from slimbayes.lab.runs.evaluate import check_sets, corruption_scores
+from slimbayes.lab.runs.predictor import total_draws
 from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.lab.tasks.task import batches
 from slimbayes.report.record import Evaluation
@@ -75,9 +76,10 @@ def density(case: Case) -> Found:
     noise = float(case.options["precision"]) ** -0.5
     squares, densities, seed = [], [], key(experiment.seed, "density")
     for x, y in batches(case.rows, experiment.evaluate.batch, task.y_mean.device):
-        options = {"chunk": 2**16, "scale": noise / task.y_std, "seed": seed}
+        options = {"chunk": 2**16, "likelihood_std": noise / task.y_std, "seed": seed}
+        draws = total_draws(network, case.draws)
         p = sb.predict(
-            network, task.scaling(x), draws=case.draws, likelihood="gaussian", **options
+            network, task.scaling(x), draws=draws, likelihood="gaussian", **options
         )
         p = p.rescaled(task.y_mean, task.y_std)
         squares.append((p.mean - y).square().double())

@@ -92,6 +92,14 @@ def _memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def total_draws(network: nn.Module, each: int) -> int:
+    """How many draws to ask the library for, given those of each member.
+
+    Configs, commands and records of the laboratory count the draws of each member, the library counts them all.
+    """
+    return each * sb.members(network)
+
+
 def plain_network(
     experiment: Experiment,
     facts: Mapping[str, Any],
@@ -318,15 +326,24 @@ class Predictor(NamedTuple):
         if list(draws) != [
             self._exact_draws
         ]:  # draws, among them the one of each epoch's scores
-            return predict_prefixes(
-                self.network, x, draws, self.likelihood, self.noise, seed, first, True
+            totals = {total_draws(self.network, n): n for n in draws}
+            made = predict_prefixes(
+                self.network,
+                x,
+                list(totals),
+                self.likelihood,
+                self.noise,
+                seed,
+                first,
+                True,
             )
+            return {totals[total]: prediction for total, prediction in made.items()}
         found = sb.predict(
             self.network,
             x,
             "exact",
             likelihood=self.likelihood,
-            scale=self.noise,
+            likelihood_std=self.noise,
             seed=seed,
             allow_nonfinite=True,
         )

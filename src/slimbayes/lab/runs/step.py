@@ -26,7 +26,7 @@ from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.lab.configs.experiment import Experiment
 from slimbayes.lab.configs.train import set_rate
 from slimbayes.lab.execution import seed_everything
-from slimbayes.lab.runs.predictor import Predictor
+from slimbayes.lab.runs.predictor import Predictor, total_draws
 from slimbayes.lab.tasks.task import crops_pictures
 from slimbayes.prediction.sample import sample
 from slimbayes.train.elbo import ELBO, check_finite, elbo
@@ -156,7 +156,8 @@ class TrainingStep:
 
     def _elbo(self, x: Tensor, y: Tensor) -> ELBO:
         train = self.experiment.train
-        outputs = sample(self.call, x, draws=train.draws, rows=train.rows)
+        draws = total_draws(self.network, train.draws)
+        outputs = sample(self.call, x, draws=draws, rows=train.rows)
         if train.rows == "split":
             outputs = outputs.flatten(0, 1)[None]  # each row was seen by one draw
         nll = LIKELIHOODS[self.likelihood].nll(
@@ -274,7 +275,7 @@ class TrainingStep:
             sample(
                 self.network,
                 x,
-                draws=self.experiment.train.draws,
+                draws=total_draws(self.network, self.experiment.train.draws),
                 rows=self.experiment.train.rows,
             )
         if found:

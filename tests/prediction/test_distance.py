@@ -1,4 +1,4 @@
-"""far: distances from training rows, and predictions mixed with what is known without looking; mean; slices."""
+"""distance: distances from training rows, and predictions mixed with what is known without looking; mean; slices."""
 
 import copy
 import json
@@ -15,11 +15,11 @@ from scipy import stats
 from torch import Tensor, nn
 
 import slimbayes as sb
-from slimbayes.prediction.far import Far
+from slimbayes.prediction.distance import Distance
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import far as far_benchmark  # noqa: E402
+import distance as distance_benchmark  # noqa: E402
 
 N, P, C = 60, 3, 4
 
@@ -30,9 +30,9 @@ def rows(count: int = N, width: int = P) -> Tensor:
 
 def fitted(
     targets: Tensor, likelihood: Any, net: nn.Module | None = None, **options: Any
-) -> tuple[nn.Module, Far]:
+) -> tuple[nn.Module, Distance]:
     net = sb.bayesianize(nn.Linear(P, C), sb.Rank1(members=2)) if net is None else net
-    return net, sb.far(net, [(rows(), targets)], likelihood, **options)
+    return net, sb.distance(net, [(rows(), targets)], likelihood, **options)
 
 
 # Distance -------------------------------------------------------------------------------------------------------------
@@ -73,13 +73,15 @@ def test_constant_columns_and_equal_rows_do_no_harm() -> None:
     x = rows()
     x[:, 1] = 7.0
     net = sb.bayesianize(nn.Linear(P, 1), sb.Deterministic())
-    near = sb.far(net, [(x, x[:, :1])], "gaussian")
+    near = sb.distance(net, [(x, x[:, :1])], "gaussian")
     there = near(x)
     assert bool(there.isfinite().all()) and float(there.mean()) < 0.5
     moved = x.clone()
     moved[:, 1] = 20.0  # a column that never moved has moved
     assert float(near(moved).min()) > 0.9
-    same = sb.far(net, [(torch.ones(5, P), torch.arange(5.0)[:, None])], "gaussian")
+    same = sb.distance(
+        net, [(torch.ones(5, P), torch.arange(5.0)[:, None])], "gaussian"
+    )
     assert (
         float(same(torch.ones(1, P))) < 0.1 < 0.9 < float(same(torch.full((1, P), 9.0)))
     )
@@ -89,7 +91,7 @@ def test_rows_that_are_kept_are_an_even_sample_of_all_batches() -> None:
     """10,000 rows in order, 50 kept: they come from everywhere."""
     x = torch.arange(10_000.0)[:, None]
     net = sb.bayesianize(nn.Linear(1, 1), sb.Deterministic())
-    near = sb.far(net, zip(x.split(37), x.split(37)), "gaussian", rows=50)
+    near = sb.distance(net, zip(x.split(37), x.split(37)), "gaussian", rows=50)
     kept = (near.rows * near.stretch + near.shift).flatten()
     assert len(kept) == 50
     assert stats.kstest(kept.numpy() / 10_000, "uniform").pvalue > 0.01
@@ -101,7 +103,7 @@ def test_rows_that_are_kept_are_an_even_sample_of_all_batches() -> None:
 # Predictions ----------------------------------------------------------------------------------------------------------
 
 
-def shares(near: Far, x: Tensor) -> Tensor:
+def shares(near: Distance, x: Tensor) -> Tensor:
     return ((near(x) - near.typical) / (1 - near.typical)).clamp(0, 1)
 
 
@@ -112,10 +114,10 @@ def test_logits_of_classes_shrink_as_if_they_had_a_further_variance(
     """Draw by draw, from the logits themselves; what distance adds is epistemic; nothing changes on the data."""
     outputs = C if likelihood == "categorical" else 1
     net = sb.bayesianize(nn.Linear(P, outputs), sb.Rank1(members=2))
-    near = sb.far(net, [rows()], likelihood)  # targets are not needed
+    near = sb.distance(net, [rows()], likelihood)  # targets are not needed
     x = torch.cat([rows()[:5], 3 * rows()[5:8]])
     plain, pred = (
-        sb.predict(net, x, draws=3, seed=0, likelihood=likelihood, far=f)
+        sb.predict(net, x, draws=3, seed=0, likelihood=likelihood, distance=f)
         for f in (None, near)
     )
     with sb.fixed_draws(net, 6, seed=0):
@@ -141,7 +143,13 @@ def test_logits_of_classes_shrink_as_if_they_had_a_further_variance(
         and bool((pred.epistemic >= plain.epistemic - 1e-6).all())
     )
     few = sb.predict(
-        net, x, draws=3, seed=0, likelihood=likelihood, far=near, keep_samples=False
+        net,
+        x,
+        draws=3,
+        seed=0,
+        likelihood=likelihood,
+        distance=near,
+        keep_samples=False,
     )
     assert few.by_draw is None
     torch.testing.assert_close(few.probs, pred.probs)
@@ -149,10 +157,10 @@ def test_logits_of_classes_shrink_as_if_they_had_a_further_variance(
 
 def test_far_away_no_class_is_sure_however_large_the_logits() -> None:
     net = sb.bayesianize(nn.Linear(P, C), sb.Deterministic())
-    near = sb.far(net, [rows()])
+    near = sb.distance(net, [rows()])
     for size in (1e2, 1e6, 1e18, 1e30):
         x = size * rows()[:4]
-        plain, pred = sb.predict(net, x), sb.predict(net, x, far=near)
+        plain, pred = sb.predict(net, x), sb.predict(net, x, distance=near)
         assert float(plain.log_probs.amin()) < -30 and float(pred.log_probs.amin()) > -6
         assert float(pred.epistemic.min()) > 0.3
 
@@ -176,10 +184,18 @@ def test_real_targets_are_mixed_with_their_distribution(
         )
     )
     y = 3 + 2 * torch.randn(N, *targets)
-    near = sb.far(net, [(rows(), y)], "gaussian")
+    near = sb.distance(net, [(rows(), y)], "gaussian")
     x, seen = torch.cat([rows()[:4], 2.5 * rows()[4:8]]), torch.randn(8, *targets)
     plain, pred = (
-        sb.predict(net, x, draws=5, likelihood="gaussian", scale=0.3, seed=0, far=f)
+        sb.predict(
+            net,
+            x,
+            draws=5,
+            likelihood="gaussian",
+            likelihood_std=0.3,
+            seed=0,
+            distance=f,
+        )
         for f in (None, near)
     )
     w = shares(near, x).reshape(-1, *[1] * len(targets)).double().numpy()
@@ -238,7 +254,7 @@ def test_large_targets_keep_the_digits_of_their_spread() -> None:
         N, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64
     )
     batches = list(zip(rows().split(25), seconds.split(25), strict=True))
-    mean, variance = sb.far(net, batches, "gaussian").marginal
+    mean, variance = sb.distance(net, batches, "gaussian").marginal
     torch.testing.assert_close(mean, seconds.mean(0), rtol=1e-15, atol=0)
     torch.testing.assert_close(
         variance, seconds.var(0, correction=0), rtol=1e-6, atol=0
@@ -248,7 +264,13 @@ def test_large_targets_keep_the_digits_of_their_spread() -> None:
 def test_a_prediction_with_distances_is_cut_joined_and_rescaled() -> None:
     net, near = fitted(rows(N, C), "gaussian")
     pred = sb.predict(
-        net, 2 * rows(), draws=2, likelihood="gaussian", scale=0.5, seed=0, far=near
+        net,
+        2 * rows(),
+        draws=2,
+        likelihood="gaussian",
+        likelihood_std=0.5,
+        seed=0,
+        distance=near,
     )
     parts = [pred[:7], pred[7], pred[list(range(8, 20))], pred[torch.arange(N) >= 20]]
     again = sb.Prediction.joined(parts)
@@ -257,9 +279,9 @@ def test_a_prediction_with_distances_is_cut_joined_and_rescaled() -> None:
         iter((2 * rows()).split(9)),
         draws=2,
         likelihood="gaussian",
-        scale=0.5,
+        likelihood_std=0.5,
         seed=0,
-        far=near,
+        distance=near,
     )
     y = rows(N, C)
     for other in (again, batches, pickle.loads(pickle.dumps(pred)), pred.to("cpu")):
@@ -283,10 +305,16 @@ def test_the_shifted_likelihood_is_bounded_where_a_net_is_sure_of_itself() -> No
         net.weight.copy_(torch.tensor([[1.0], [0.0]]))
         net.bias.copy_(torch.tensor([0.0, -20.0]))
     x = rows(100, 1)
-    near = sb.far(net, [(x, x[:, 0])], "heteroscedastic_gaussian")
+    near = sb.distance(net, [(x, x[:, 0])], "heteroscedastic_gaussian")
     away = torch.full((1, 1), 100.0)
     plain, pred = (
-        sb.predict(net, away, likelihood="heteroscedastic_gaussian", scale=1.0, far=f)
+        sb.predict(
+            net,
+            away,
+            likelihood="heteroscedastic_gaussian",
+            likelihood_std=1.0,
+            distance=f,
+        )
         for f in (None, near)
     )
     assert float(plain.log_prob(torch.zeros(1))) < -1000
@@ -295,9 +323,9 @@ def test_the_shifted_likelihood_is_bounded_where_a_net_is_sure_of_itself() -> No
 
 def test_rows_are_ranked_by_distance() -> None:
     net = sb.bayesianize(nn.Linear(P, C), sb.Rank1())
-    pred = sb.predict(net, rows(), far=sb.far(net, [rows()]))
+    pred = sb.predict(net, rows(), distance=sb.distance(net, [rows()]))
     assert torch.equal(sb.metrics.ood_score(pred, "distance"), pred.distance)
-    with pytest.raises(TypeError, match=r"made with predict\(..., far=\)"):
+    with pytest.raises(TypeError, match=r"made with predict\(..., distance=\)"):
         sb.metrics.ood_score(sb.predict(net, rows()), "distance")
 
 
@@ -322,14 +350,16 @@ def pictures() -> nn.Sequential:
 def test_pictures_are_told_apart_by_what_reaches_the_last_layer(config: Any) -> None:
     net = sb.bayesianize(pictures(), config)
     x = torch.randn(50, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    near = sb.far(net, [(x[:25], torch.arange(25) % C), (x[25:], torch.arange(25) % C)])
+    near = sb.distance(
+        net, [(x[:25], torch.arange(25) % C), (x[25:], torch.arange(25) % C)]
+    )
     assert near.at == "4" and near.rows.shape == (50, 6)
-    pred = sb.predict(net, torch.cat([x[:5], 20 * x[:5]]), draws=2, far=near)
+    pred = sb.predict(net, torch.cat([x[:5], 20 * x[:5]]), draws=2, distance=near)
     assert float(pred.distance[:5].max()) < 0.5 < 0.99 < float(pred.distance[5:].min())
     assert not net._forward_pre_hooks and not net[4]._forward_pre_hooks
     with pytest.raises(ValueError, match="outside `fixed_draws`"), sb.fixed_draws(net):
-        sb.predict(net, x, far=near)
-    named = sb.far(net, [(x, torch.arange(50) % C)], at="4")
+        sb.predict(net, x, distance=near)
+    named = sb.distance(net, [(x, torch.arange(50) % C)], at="4")
     torch.testing.assert_close(
         named(torch.ones(1, 6)), near(torch.ones(1, 6)), rtol=1e-2, atol=1e-3
     )
@@ -347,20 +377,20 @@ def test_what_far_cannot_use_is_refused_in_words() -> None:
         ({}, [(x * math.nan, y)], "NaN or infinite"),
     ]:
         with pytest.raises(ValueError, match=match):
-            sb.far(net, batches, **options)
+            sb.distance(net, batches, **options)
     with pytest.raises(
         TypeError, match=r"real targets needs batches \(input, target\), got Tensor"
     ):
-        sb.far(net, x, "gaussian")
+        sb.distance(net, x, "gaussian")
     kept = sb.predict(net, x, keep_samples=False)
     with pytest.raises(ValueError, match="keep_samples=True"):
-        sb.far(net, [x]).widen(kept, torch.zeros(6))
+        sb.distance(net, [x]).widen(kept, torch.zeros(6))
     plain, near = fitted(rows()[:, 0], "gaussian")
     with pytest.raises(
         ValueError,
         match=r"targets of shape \(\) for each row, the prediction has \(4,\)",
     ):
-        sb.predict(plain, rows(), likelihood="gaussian", far=near)
+        sb.predict(plain, rows(), likelihood="gaussian", distance=near)
 
 
 # mean -----------------------------------------------------------------------------------------------------------------
@@ -423,10 +453,10 @@ def test_the_mean_of_members_is_each_members_own_and_has_no_noise() -> None:
 
 def test_the_page_says_what_the_record_holds() -> None:
     found = json.loads((ROOT / "results" / "far.json").read_text())
-    assert (ROOT / "docs" / "far.md").read_text() == far_benchmark.page(found)
+    assert (ROOT / "docs" / "distance.md").read_text() == distance_benchmark.page(found)
     cells, mean = (
         found["fresh"],
-        far_benchmark.mean,
+        distance_benchmark.mean,
     )  # splits and sets on which nothing was chosen
     gains: list[float] = []
     for name in {c["set"] for c in cells}:

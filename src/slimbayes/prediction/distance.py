@@ -1,4 +1,4 @@
-"""far: how far a row is from the rows a model has learned from, and predictions that know less where it is far.
+"""distance: how far an example is from the training examples, and predictions whose uncertainty grows away from them.
 
 A Gaussian process with unit variance and a squared-exponential kernel, conditioned on training rows Z, has left at x
 
@@ -43,7 +43,7 @@ from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import fixed_draws, members, sample
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
-_DRAWS = 2  # of each member: the same functions every time
+_TURNS = 2  # draws of each member: the same functions every time
 
 
 def features_of(model: nn.Module, args: Any, kwargs: Any, at: str | None) -> Tensor:
@@ -52,18 +52,18 @@ def features_of(model: nn.Module, args: Any, kwargs: Any, at: str | None) -> Ten
         return args[0].float()
     if any(passes.pass_of(p.key) is not None for p in passes.posteriors_of(model)):
         raise ValueError(
-            f"The features of {at!r} belong to draws of their own: predict(..., far=) outside `fixed_draws`."
+            f"The features of {at!r} belong to draws of their own: predict(..., distance=) outside `fixed_draws`."
         )
     names = dict(model.named_modules())
     if at not in names or not at:
         raise ValueError(
-            f"far(at={at!r}): the model has no such layer{did_you_mean(at, names)}"
+            f"distance(at={at!r}): the model has no such layer{did_you_mean(at, names)}"
         )
     seen = _seen(model, args, kwargs, {at: names[at]})
     if not seen or any(x.dim() != 2 or x.shape != seen[0][1].shape for _, x in seen):
         got = "nothing" if not seen else f"shape {tuple(seen[0][1].shape)}"
         raise ValueError(
-            f"far needs a layer whose inputs are one line of features for each row, (N, P); at={at!r} got {got}."
+            f"distance needs a layer whose inputs are one line of features for each row, (N, P); at={at!r} got {got}."
         )
     return torch.stack([x for _, x in seen]).mean(0)
 
@@ -85,8 +85,8 @@ def _seen(
         if not passes.posteriors_of(model):
             model(*args, **kwargs)
         else:
-            stack.enter_context(fixed_draws(model, _DRAWS * members(model), seed=0))
-            sample(model, *args, fold=False, **kwargs)
+            stack.enter_context(fixed_draws(model, _TURNS * members(model), seed=0))
+            sample(model, *args, parallel=False, **kwargs)
     return found
 
 
@@ -94,15 +94,15 @@ _NOISE = 0.1  # of the process: rows closer than this tells apart say no more th
 _SCALE = 1.5  # median distance between rows, in length scales of the kernel
 
 
-class Far(nn.Module):
-    """Distances from training rows, and the predictions they change; `far` makes one.
+class Distance(nn.Module):
+    """Distances from training rows, and the predictions they change; `distance` makes one.
 
     It is a module with buffers alone: `.to`, copies and pickles work.
 
     Args:
         rows: features of training rows (M, P), M >= 2.
         marginal: means and variances of real targets (2, ...); of classes nothing is needed, (0,).
-        at: where the features come from, as in `far`.
+        at: where the features come from, as in `distance`.
     """
 
     shift: Tensor
@@ -150,7 +150,7 @@ class Far(nn.Module):
         if len(now) != len(self.norms) or not all(
             map(partial(math.isclose, rel_tol=1e-3), now, self.norms)
         ):
-            why = f"far learned from what reaches {self.at!r} in a network with other weights: call it again"
+            why = f"distance learned from what reaches {self.at!r} in a network with other weights: call it again"
             warnings.warn(
                 f"{why} after training. Its distances say nothing about this one.",
                 SlimbayesWarning,
@@ -204,8 +204,8 @@ class Far(nn.Module):
         """With the distribution of the training targets as one more member, whose weight differs between rows."""
         if self.marginal.shape[1:] != values.shape[2:]:
             raise ValueError(
-                f"far was fitted to targets of shape {tuple(self.marginal.shape[1:])} for each row, the prediction has "
-                f"{tuple(values.shape[2:])}: give far the targets and the likelihood that predict is given."
+                f"distance was fitted to targets of shape {tuple(self.marginal.shape[1:])} for each row, the prediction "
+                f"has {tuple(values.shape[2:])}: give distance the targets and the likelihood that predict is given."
             )
         mean, variance = self.marginal.to(values)
         k, row = len(prediction.by_member), unsqueeze_like(w, prediction.aleatoric)
@@ -223,7 +223,7 @@ class Far(nn.Module):
         assert prediction.noise is not None  # kept with the samples
         return replace(
             prediction,
-            count=prediction.count // k * (k + 1),
+            count=prediction.count + prediction.count // k,
             by_member=torch.cat(
                 [prediction.by_member, mean.expand(1, *prediction.by_member.shape[1:])]
             ),
@@ -235,7 +235,7 @@ class Far(nn.Module):
         )
 
 
-def far(
+def distance(
     model: nn.Module,
     loader: Iterable[Any],
     likelihood: LikelihoodName = "categorical",
@@ -243,8 +243,8 @@ def far(
     rows: int = 1024,
     inputs: int | None = None,
     seed: int = 0,
-) -> Far:
-    """Learn from training rows what is near, in one pass and without training; for `predict(..., far=)`.
+) -> Distance:
+    """Learn from training rows what is near, in one pass and without training; for `predict(..., distance=)`.
 
     Args:
         model: a converted model, trained.
@@ -260,17 +260,18 @@ def far(
         >>> import slimbayes as sb
         >>> x = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
         >>> net = sb.bayesianize(nn.Linear(2, 1), sb.Rank1(members=2))
-        >>> near = far(net, [(x, x[:, :1])], likelihood="gaussian")
-        >>> pred = sb.predict(net, torch.tensor([[0.0, 0.0], [9.0, 9.0]]), likelihood="gaussian", scale=0.1, far=near)
+        >>> near = distance(net, [(x, x[:, :1])], likelihood="gaussian")
+        >>> how = {"likelihood": "gaussian", "likelihood_std": 0.1}
+        >>> pred = sb.predict(net, torch.tensor([[0.0, 0.0], [9.0, 9.0]]), distance=near, **how)
         >>> pred.distance.round(decimals=1), bool(pred.epistemic[1] > 0.5)
         (tensor([0., 1.]), True)
     """
     if rows < 2:
-        raise ValueError(f"far needs rows >= 2, got {rows!r}.")
+        raise ValueError(f"distance needs rows >= 2, got {rows!r}.")
     discrete = likelihood_named(likelihood).discrete
     if discrete and isinstance(loader, Tensor):
         raise TypeError(
-            "far takes batches, such as [(x, y)], got a tensor, whose rows are none."
+            "distance takes batches, such as [(x, y)], got a tensor, whose rows are none."
         )
     generator = torch.Generator().manual_seed(seed)
     kept: Tensor | None = None
@@ -279,7 +280,7 @@ def far(
         for batch in loader:
             if not (discrete or (isinstance(batch, (tuple, list)) and len(batch) > 1)):
                 raise TypeError(
-                    f"far of real targets needs batches (input, target), got {type(batch).__name__}."
+                    f"distance of real targets needs batches (input, target), got {type(batch).__name__}."
                 )
             args, kwargs = call_batch(model, batch, inputs)
             first = args[0] if len(args) == 1 and not kwargs else None
@@ -307,19 +308,19 @@ def far(
                 )
     if kept is None or len(kept) < 2:
         raise ValueError(
-            f"far needs at least two rows to learn from, got {len(order)}."
+            f"distance needs at least two rows to learn from, got {len(order)}."
         )
     kept, _ = _smallest(kept, order, rows)
     if not bool(kept.isfinite().all()):
         raise ValueError(
-            "far was given features that are NaN or infinite: clean the inputs first."
+            "distance was given features that are NaN or infinite: clean the inputs first."
         )
-    found = Far(kept, _marginal(moments) if moments else torch.empty(0), at).to(
+    found = Distance(kept, _marginal(moments) if moments else torch.empty(0), at).to(
         kept.device
     )
     if not bool(found.marginal.isfinite().all()):
         raise ValueError(
-            "far was given targets that are NaN or infinite: leave their rows out."
+            "distance was given targets that are NaN or infinite: leave their rows out."
         )
     found.norms = _norms(model)
     return found
@@ -333,7 +334,7 @@ def _last_linear(model: nn.Module, args: Any, kwargs: Any) -> str:
     seen = _seen(model, args, kwargs, linear)
     if not seen:
         raise ValueError(
-            "far found no linear layer inside the model that is called: name one with at=."
+            "distance found no linear layer inside the model that is called: name one with at=."
         )
     return seen[-1][0]
 
@@ -362,10 +363,11 @@ def _norms(model: nn.Module) -> Any:
 
 def _with_member(values: Tensor, known: Tensor, members: int) -> Tensor:
     """Draws (S, N, ...), draw j of member j mod K, with one more member that always says the same."""
-    each = values.unflatten(0, (-1, members))
-    return torch.cat([each, known.expand(len(each), 1, *each.shape[2:])], 1).flatten(
-        0, 1
-    )
+    further = known.expand(1, *values.shape[1:])
+    parts = []
+    for turn in values.split(members):
+        parts += [turn, further] if len(turn) == members else [turn]
+    return torch.cat(parts)
 
 
 def _kernel(a: Tensor, b: Tensor) -> Tensor:

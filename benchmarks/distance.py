@@ -1,8 +1,8 @@
-"""Does a table's row that is far from the data look far? NLL and OOD detection with and without `far`; noise floors.
+"""Does a table's row that is far from the data look far? NLL and OOD detection with and without `distance`; noise floors.
 
-    python benchmarks/far.py run --data DIR --out results/far.json      # some ten minutes on one core
-    python benchmarks/far.py confirm --data DIR --out results/far.json  # adds seeds and sets that nothing was chosen on
-    python benchmarks/far.py page                                       # writes docs/far.md from results/far.json
+    python benchmarks/distance.py run --data DIR --out results/far.json      # some ten minutes on one core
+    python benchmarks/distance.py confirm --data DIR --out results/far.json  # adds seeds and sets that nothing was chosen on
+    python benchmarks/distance.py page                                       # writes docs/distance.md from results/far.json
 
 Each seed holds out the top fifth of one feature (the far end), splits the rest into training, validation and test rows,
 and trains a small network. Rows of the other sets, standardised by themselves, are a second kind of unfamiliar rows.
@@ -152,9 +152,16 @@ def scores(
     """NLL of test and far rows; AUROC of far and of other rows against test rows, by distance or by uncertainty."""
     x = {**{name: rows[0] for name, rows in parts.items()}, "other": other}
     names = ("test", "far", "other")
+    draws = 8 * sb.members(net)
     pred = {
         n: sb.predict(
-            net, x[n], draws=8, likelihood=likelihood, scale=1.0, seed=0, far=near
+            net,
+            x[n],
+            draws=draws,
+            likelihood=likelihood,
+            likelihood_std=1.0,
+            seed=0,
+            distance=near,
         )
         for n in names
     }
@@ -180,7 +187,7 @@ def compare(
     other, rows = others(name, data, parts["train"][0].shape[1]), []
     for method in methods:
         net = train(METHODS[method](), parts["train"], outputs, seed, likelihood)
-        near = sb.far(net, [parts["train"]], likelihood)
+        near = sb.distance(net, [parts["train"]], likelihood)
         for which in (None, near):
             cell = {
                 "set": name,
@@ -245,7 +252,10 @@ def with_noise(
         cell: dict[str, Any] = {"set": name, "seed": seed, "floor": floor, "unit": unit}
         for part in ("validation", "far"):
             pred = sb.predict(
-                net, parts[part][0], likelihood="heteroscedastic_gaussian", scale=1.0
+                net,
+                parts[part][0],
+                likelihood="heteroscedastic_gaussian",
+                likelihood_std=1.0,
             )
             cell[part] = float(-pred.log_prob(parts[part][1]).mean())
         return cell
@@ -254,8 +264,8 @@ def with_noise(
 
 
 def page(found: dict[str, Any]) -> str:
-    """docs/far.md: words around tables of means over seeds."""
-    text = (Path(__file__).parent / "far_page.md").read_text()
+    """docs/distance.md: words around tables of means over seeds."""
+    text = (Path(__file__).parent / "distance_page.md").read_text()
     tables = {"main": main_table(found["rows"]), "fresh": main_table(found["fresh"])}
     longer = json.loads((ROOT / "results" / "defaults" / "noise.json").read_text())
     tables |= {
@@ -278,7 +288,7 @@ def shown(value: float) -> str:
 def main_table(rows: list[dict[str, Any]]) -> str:
     sets = list(dict.fromkeys(r["set"] for r in rows))
     methods = list(dict.fromkeys((r["method"], r["far"]) for r in rows))
-    names = [f"{method}{', far' if near else ''}" for method, near in methods]
+    names = [f"{method}{', distance' if near else ''}" for method, near in methods]
     lines = [["set", *names]]
     for name in sets:
         cells = []
@@ -351,7 +361,9 @@ def main() -> None:
     elif chosen.what == "confirm":
         confirm(chosen.data, chosen.out)
     else:
-        (ROOT / "docs" / "far.md").write_text(page(json.loads(chosen.out.read_text())))
+        (ROOT / "docs" / "distance.md").write_text(
+            page(json.loads(chosen.out.read_text()))
+        )
 
 
 if __name__ == "__main__":
