@@ -25,7 +25,7 @@ from torch import nn
 import slimbayes as sb
 
 FEATURES = 4
-DRAWS = 16  # forward passes of each member
+DRAWS = 16  # forward passes
 MAX_ROWS = 1024
 MAX_BYTES = 1 << 20
 

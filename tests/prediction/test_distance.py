@@ -120,7 +120,7 @@ def test_logits_of_classes_shrink_as_if_they_had_a_further_variance(
         sb.predict(net, x, draws=3, seed=0, likelihood=likelihood, distance=f)
         for f in (None, near)
     )
-    with sb.fixed_draws(net, 6, seed=0):
+    with sb.fixed_draws(net, 3, seed=0):
         z = sb.sample(net, x).double()
     z = z if likelihood == "categorical" else torch.cat([-z / 2, z / 2], -1)
     z = z - z.mean(-1, keepdim=True)

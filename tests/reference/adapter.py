@@ -270,7 +270,7 @@ def likelihood_loss(
 ) -> Tensor:
     assert case.likelihood is not None
     name, form = case.likelihood
-    options = {"scale": TARGET_SCALE} if "gaussian" in name else {}
+    options = {"likelihood_std": TARGET_SCALE} if "gaussian" in name else {}
     nll = getattr(sb, name)(outputs, targets, form=form, **options)
     return sb.elbo(nll, model, NUM_DATA).loss
 

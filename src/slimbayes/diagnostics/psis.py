@@ -78,7 +78,7 @@ def log_ratios(
     with evaluating(model):
         for start in range(0, draws, chunk):
             held = min(chunk, draws - start)
-            with fixed_draws(model, held * count):
+            with fixed_draws(model, held):
                 total: Any = log_likelihood(model)
                 if not isinstance(total, Tensor) or total.shape != (held,):
                     got = (
