@@ -739,7 +739,7 @@ def test_real_predictions_stream_over_chunks() -> None:
 def test_predict_averages_the_probabilities_of_sample() -> None:
     """Same seed, same draws: predict is sample of held draws, softmax and a mean; never a mean of logits."""
     net, x = guarded(sb.Rank1(members=2, scale_init=0.5)).eval(), torch.randn(6, 3)
-    pred = sb.predict(net, x, draws=3, seed=2)
+    pred = sb.predict(net, x, draws=6, seed=2)
     with sb.fixed_draws(net, 6, seed=2):
         probs = sb.sample(net, x).softmax(-1).detach()
     torch.testing.assert_close(pred.samples, probs, rtol=0, atol=1e-6)
@@ -755,7 +755,7 @@ def test_predict_averages_the_probabilities_of_sample() -> None:
 def test_predict_inside_fixed_draws_uses_the_held_draws() -> None:
     """The same functions on every batch: rows predicted apart or together agree."""
     net, x = guarded(sb.Rank1(members=2, scale_init=0.5)).eval(), torch.randn(6, 3)
-    with sb.fixed_draws(net, 8):
+    with sb.fixed_draws(net, 4):
         whole = sb.predict(net, x)
         halves = [sb.predict(net, part).samples for part in x.split(3)]
     assert whole.count == 4
