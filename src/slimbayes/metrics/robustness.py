@@ -174,6 +174,6 @@ class FPR95(Ranking):
         scores, positive = self.rows()
         unfamiliar, familiar = scores[positive == 1], scores[positive == 0]
         wanted = self.recall * len(unfamiliar)
-        count = math.ceil(wanted - 1e-9)  # 0.55 * 100 is a little more than 55
+        count = max(1, math.ceil(wanted - 1e-9))  # 0.55 * 100 is a little more than 55
         threshold = unfamiliar.sort(descending=True).values[count - 1]
         return (familiar >= threshold).double().mean()
