@@ -269,8 +269,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             isinstance(self.categorical_features, str)
             and self.categorical_features == "auto"
         )
-        only_numbers = (auto and not is_frame(X)) if reset else not self.table_.words
-        if only_numbers:
+        only_numbers = auto if reset else not self.table_.words
+        if only_numbers and not is_frame(X):
             X = validate_data(
                 self, X, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan"
             )
