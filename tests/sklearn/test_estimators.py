@@ -1,6 +1,7 @@
 """The estimators obey scikit-learn, read tables as they come, and say what they cannot read."""
 
 import pickle
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import date, datetime, timedelta
@@ -178,6 +179,25 @@ def test_early_stopping_keeps_the_best_epoch() -> None:
 
 
 @pytest.mark.slow
+def test_progress_is_shown_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tqdm")
+    X, y = line()
+    silent = BayesRegressor(**SEEDED).fit(X, y)
+    assert capsys.readouterr() == ("", "")
+    shown = BayesRegressor(verbose=True, **SEEDED).fit(X, y)
+    told = capsys.readouterr().err
+    assert "BayesRegressor" in told and "8/8" in told and "validation_nll=" in told
+    np.testing.assert_array_equal(shown.predict(X), silent.predict(X))
+
+
+def test_progress_without_tqdm_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with pytest.raises(ImportError, match="verbose=True .* pip install tqdm"):
+        BayesRegressor(verbose=True, **SEEDED).fit(*line())
+
+
 @pytest.mark.parametrize("noise", ["learned", "heteroscedastic", 2.0])
 def test_noise_is_found_in_the_units_of_the_target(noise: Any) -> None:
     X, y = line(400, noise=2.0)

@@ -44,6 +44,7 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         draws: from each member, for a prediction.
         device: where to compute.
         random_state: seeds everything; a fitted estimator always predicts the same.
+        verbose: whether `fit` shows its epochs in a progress bar, which needs tqdm.
 
     A row of `sample_weight` two counts as a row given twice.
 
