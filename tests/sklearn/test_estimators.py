@@ -299,6 +299,15 @@ def test_exact_decimals_are_numbers(library: str) -> None:
     )
 
 
+def test_sparse_columns_are_numbers() -> None:
+    pandas = pytest.importorskip("pandas")
+    y = np.arange(40.0)
+    sparse = pandas.DataFrame({"it": pandas.arrays.SparseArray(y)})
+    model = BayesRegressor(**SEEDED).fit(sparse, y)
+    same = BayesRegressor(**SEEDED).fit(pandas.DataFrame({"it": y}), y)
+    np.testing.assert_array_equal(model.predict(sparse), same.predict(sparse))
+
+
 REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
     "dates": (lambda i: date(2024, 1, 1) + timedelta(i), "days since a date"),
     "moments": (lambda i: datetime(2024, 1, 1) + timedelta(i), "days since a date"),

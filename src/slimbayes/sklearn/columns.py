@@ -260,7 +260,14 @@ def _columns(X: Any) -> dict[str, Any]:
     if not is_frame(X):
         return {str(place): column for place, column in enumerate(X.T)}
     frame = nw.from_native(X, eager_only=True)
-    return {str(column.name): column for column in frame.iter_columns()}
+    found = {}
+    for column in frame.iter_columns():
+        if column.dtype == nw.Unknown:  # such as pandas' sparse columns
+            column = nw.new_series(
+                column.name, column.to_numpy(), backend=frame.implementation
+            )
+        found[str(column.name)] = column
+    return found
 
 
 def _kind(name: str, series: Any, rows: Any, named: bool) -> Kind:
