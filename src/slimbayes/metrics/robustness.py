@@ -94,7 +94,7 @@ class Ranking(Streaming):
         self.add_to("scores", scores)
         self.add_to("positive", is_ood)
 
-    def rows(self) -> tuple[Tensor, Tensor]:
+    def _rows(self) -> tuple[Tensor, Tensor]:
         """Scores and labels (M,) of all rows, of which some must be positive and some negative."""
         scores, positive = self.all_of("scores"), self.all_of("positive").long()
         found = int(positive.sum())
@@ -123,7 +123,7 @@ class AUROC(Ranking):
     higher_is_better = True
 
     def compute(self) -> Tensor:
-        area: Tensor = BinaryAUROC(normalization=None)(*self.rows())
+        area: Tensor = BinaryAUROC(normalization=None)(*self._rows())
         return area
 
 
@@ -145,7 +145,7 @@ class AUCPR(Ranking):
     higher_is_better = True
 
     def compute(self) -> Tensor:
-        area: Tensor = BinaryAveragePrecision(normalization=None)(*self.rows())
+        area: Tensor = BinaryAveragePrecision(normalization=None)(*self._rows())
         return area
 
 
@@ -171,7 +171,7 @@ class FPR95(Ranking):
 
     def compute(self) -> Tensor:
         # BinaryROC divides in single precision, in which 19 / 20 is less than 0.95: count instead.
-        scores, positive = self.rows()
+        scores, positive = self._rows()
         unfamiliar, familiar = scores[positive == 1], scores[positive == 0]
         wanted = self.recall * len(unfamiliar)
         count = max(1, math.ceil(wanted - 1e-9))  # 0.55 * 100 is a little more than 55
