@@ -465,6 +465,16 @@ def test_a_table_without_names(tmp_path: Path) -> None:
         ({}, {"town": lambda i: f"name {i}"}, "60 different texts in 60 rows"),
         (
             {},
+            {"size": lambda i: f"{i:05}"},
+            "column 'size' holds '00000' in line 2, .* zeros .* data.categories",
+        ),
+        (
+            {},
+            {"size": lambda i: 2**60 + i},
+            r"'1152921504606846976' in line 2, .* beyond 2\^53.*data.drop",
+        ),
+        (
+            {},
             {"size": lambda i: "" if i == 5 else i},
             r"missing in column 'size' \(1 of 60\).*data.missing: impute",
         ),

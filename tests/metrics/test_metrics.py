@@ -678,18 +678,21 @@ def test_ranking_ends() -> None:
     assert value(sm.FPR95(recall=0.55), hundred, torch.tensor([1] * 100 + [0])) == 0
 
 
-def test_torchmetrics_loses_the_ranking_of_scores_across_batches() -> None:
-    """Why we rank ourselves: only a batch with a score above 1 is put through a sigmoid. If this fails, use theirs."""
-    batches = [
-        (torch.tensor([0.9, 0.8]), torch.tensor([0, 0])),
-        (torch.tensor([1.5, 1.0]), torch.tensor([1, 1])),
-    ]
-    ours, theirs = sm.AUROC(), torchmetrics.classification.BinaryAUROC()
-    for batch in batches:
-        ours.update(*batch)
-        theirs.update(*batch)
-    assert float(ours.compute()) == 1
-    assert float(theirs.compute()) < 0.8
+def test_scores_above_one_keep_their_ranking_across_batches() -> None:
+    """By default torchmetrics puts only batches with a score above 1 through a sigmoid."""
+    for metric in (sm.AUROC(), sm.AUCPR()):
+        metric.update(torch.tensor([0.9, 0.8]), torch.tensor([0, 0]))
+        metric.update(torch.tensor([1.5, 1.0]), torch.tensor([1, 1]))
+        assert float(metric.compute()) == 1
+
+
+def test_infinite_scores_rank_as_the_largest_and_the_smallest() -> None:
+    infinite = torch.tensor([math.inf, math.inf, 0.0, math.inf, -math.inf, -math.inf])
+    label = torch.tensor([1, 0, 0, 1, 0, 1])
+    for metric in (sm.AUROC, sm.AUCPR, sm.FPR95):
+        assert value(metric(), infinite, label) == value(
+            metric(), infinite.clamp(-9, 9), label
+        )
 
 
 def test_ood_scores() -> None:

@@ -10,13 +10,13 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "slimbayes"
 # From the bottom up; each may import those before it, unless `APART` says less.
 ORDER = [
-    "errors", "untrusted", "files", "kernels", "engine", "distributions", "layers", "posteriors", "train", "convert",
+    "errors", "untrusted", "files", "columns", "kernels", "engine", "distributions", "layers", "posteriors", "train", "convert",
     "prediction", "decisions", "inference", "metrics", "diagnostics", "plot", "models", "data", "report", "api",
     "sklearn", "lab", "contrib", "__main__",
 ]  # fmt: skip
 APART = {
     "report": {"errors", "files", "untrusted"},  # reads records alone, without torch
-    "data": {"errors", "files", "untrusted"},
+    "data": {"errors", "files", "untrusted", "columns"},
     "metrics": {"errors", "prediction", "train"},  # see predictions and tensors
 }
 

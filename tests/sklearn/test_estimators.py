@@ -1,7 +1,11 @@
 """The estimators obey scikit-learn, read tables as they come, and say what they cannot read."""
 
 import pickle
+import sys
+from collections.abc import Callable
 from contextlib import suppress
+from datetime import date, datetime, timedelta
+from decimal import Decimal
 from typing import Any
 from unittest import SkipTest
 
@@ -175,6 +179,25 @@ def test_early_stopping_keeps_the_best_epoch() -> None:
 
 
 @pytest.mark.slow
+def test_progress_is_shown_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tqdm")
+    X, y = line()
+    silent = BayesRegressor(**SEEDED).fit(X, y)
+    assert capsys.readouterr() == ("", "")
+    shown = BayesRegressor(verbose=True, **SEEDED).fit(X, y)
+    told = capsys.readouterr().err
+    assert "BayesRegressor" in told and "8/8" in told and "validation_nll=" in told
+    np.testing.assert_array_equal(shown.predict(X), silent.predict(X))
+
+
+def test_progress_without_tqdm_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with pytest.raises(ImportError, match="verbose=True .* pip install tqdm"):
+        BayesRegressor(verbose=True, **SEEDED).fit(*line())
+
+
 @pytest.mark.parametrize("noise", ["learned", "heteroscedastic", 2.0])
 def test_noise_is_found_in_the_units_of_the_target(noise: Any) -> None:
     X, y = line(400, noise=2.0)
@@ -221,7 +244,9 @@ def test_categories_of_a_frame_get_embeddings(library: str) -> None:
     if library == "polars":
         polars = pytest.importorskip("polars")
         table = polars.DataFrame({name: table[name].to_list() for name in table})
-        table = table.with_columns(polars.col("kind").cast(polars.String))
+        table = table.with_columns(
+            polars.col("kind").cast(polars.String).cast(polars.Categorical)
+        )
     model = BayesClassifier(**SEEDED | {"epochs": 20}).fit(table, y)
     assert model.table_.sizes == (4, 3, 4) and list(model.feature_names_in_) == [
         "size",
@@ -231,6 +256,105 @@ def test_categories_of_a_frame_get_embeddings(library: str) -> None:
     ]
     assert model.score(table, y) > 0.95
     assert model.predict(table)[0] in ("warm", "cold")
+
+
+FRAMES = ["pandas", "polars", "pyarrow"]
+
+
+def made(library: str, columns: dict[str, list[Any]]) -> Any:
+    module = pytest.importorskip(library)
+    return module.table(columns) if library == "pyarrow" else module.DataFrame(columns)
+
+
+@pytest.mark.parametrize("library", FRAMES)
+def test_the_library_of_a_frame_changes_nothing(library: str) -> None:
+    rng = np.random.default_rng(0)
+    sizes, colours = rng.normal(size=60).tolist(), rng.choice(["red", "blue"], 60)
+    columns = {
+        "size": [None if row == 3 else size for row, size in enumerate(sizes)],
+        "colour": [None if row == 4 else str(one) for row, one in enumerate(colours)],
+    }
+    y = [f"{one} thing" for one in colours]
+    settings = SEEDED | {"missing": "impute"}
+    expected = BayesClassifier(**settings).fit(made("pandas", columns), y)
+    model = BayesClassifier(**settings).fit(made(library, columns), y)
+    assert list(model.feature_names_in_) == ["size", "colour"]
+    np.testing.assert_array_equal(
+        model.predict_proba(made(library, columns)),
+        expected.predict_proba(made("pandas", columns)),
+    )
+
+
+@pytest.mark.parametrize("library", FRAMES)
+def test_exact_decimals_are_numbers(library: str) -> None:
+    exact = [Decimal(row) / 8 for row in range(40)]
+    floats = [float(one) for one in exact]
+    y = np.arange(40.0)
+    model = BayesRegressor(**SEEDED).fit(made(library, {"price": exact}), y)
+    assert model.table_.sizes == ()
+    same = BayesRegressor(**SEEDED).fit(made(library, {"price": floats}), y)
+    np.testing.assert_array_equal(
+        model.predict(made(library, {"price": exact})),
+        same.predict(made(library, {"price": floats})),
+    )
+
+
+def test_sparse_columns_are_numbers() -> None:
+    pandas = pytest.importorskip("pandas")
+    y = np.arange(40.0)
+    sparse = pandas.DataFrame({"it": pandas.arrays.SparseArray(y)})
+    model = BayesRegressor(**SEEDED).fit(sparse, y)
+    same = BayesRegressor(**SEEDED).fit(pandas.DataFrame({"it": y}), y)
+    np.testing.assert_array_equal(model.predict(sparse), same.predict(sparse))
+
+
+REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
+    "dates": (lambda i: date(2024, 1, 1) + timedelta(i), "days since a date"),
+    "moments": (lambda i: datetime(2024, 1, 1) + timedelta(i), "days since a date"),
+    "durations": (lambda i: timedelta(hours=i), "or durations"),
+    "lists": (lambda i: [i, i], "structures or bytes"),
+    "structures": (lambda i: {"a": i}, "structures or bytes"),
+    "money": (lambda i: f"${i},200", "take the signs out, or name it in categorical"),
+    "names": (lambda i: f"name {i}", "50 different texts in 50 rows"),
+    "ids": (lambda i: 2**60 + i, "beyond 2.53.*categorical_features"),
+}
+
+
+@pytest.mark.parametrize("library", FRAMES)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_columns_that_are_no_features_are_refused(kind: str, library: str) -> None:
+    cell, told = REFUSED[kind]
+    table = made(library, {"it": [cell(row) for row in range(50)]})
+    with pytest.raises(ValueError, match=f"^Column 'it' holds .*{told}"):
+        BayesRegressor(**SEEDED).fit(table, np.arange(50.0))
+    if kind in ("lists", "structures"):
+        return
+    model = BayesRegressor(categorical_features=["it"], **SEEDED | {"epochs": 1})
+    assert model.fit(table, np.arange(50.0)).table_.sizes == (51,)
+
+
+@pytest.mark.parametrize("library", FRAMES)
+def test_a_column_may_not_change_its_kind_after_training(library: str) -> None:
+    y = np.arange(40.0)
+    numbers = made(library, {"it": [row / 2 for row in range(40)]})
+    model = BayesRegressor(**SEEDED | {"epochs": 1}).fit(numbers, y)
+    with pytest.raises(ValueError, match="Column 'it' must hold numbers"):
+        model.predict(made(library, {"it": [date(2024, 1, 1)] * 40}))
+    words = made(library, {"it": ["a", "b"] * 20})
+    model = BayesRegressor(**SEEDED | {"epochs": 1}).fit(words, y)
+    with pytest.raises(ValueError, match="Column 'it' holds lists"):
+        model.predict(made(library, {"it": [["a"], ["b"]] * 20}))
+
+
+def test_columns_of_one_name_are_refused() -> None:
+    pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    twice = [
+        pandas.DataFrame(np.zeros((40, 2)), columns=["it", "it"]),
+        pyarrow.Table.from_arrays([pyarrow.array(np.zeros(40))] * 2, ["it", "it"]),
+    ]
+    for table in twice:
+        with pytest.raises(ValueError, match="unique column names.*\n.*'it' 2 times"):
+            BayesRegressor(**SEEDED).fit(table, np.arange(40.0))
 
 
 def spoilt(column: str, value: Any) -> Any:

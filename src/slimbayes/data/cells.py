@@ -1,6 +1,5 @@
-"""What the cells of a table hold: numbers, words or dates, or nothing.
+"""The cells of a table in a file as arrays; what they are, columns.py says.
 
-Cells that are empty, NA, N/A, NaN, null or ? are missing. Numbers have a decimal point or, if that is said, a comma.
 Dates become numbers: days since 1970, and where in its year, its week and its day a moment lies.
 
 Sizes: n rows.
@@ -9,7 +8,6 @@ Sizes: n rows.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -17,21 +15,22 @@ from typing import Any, Literal
 
 import numpy as np
 
+from slimbayes.columns import (
+    MISSING,
+    YEAR_FIRST,
+    YEAR_LAST,
+    Decimal,
+    Kind,
+    day_and_time,
+    number_in,
+    text_of,
+)
 from slimbayes.errors import brief
 
 _MOST = float(np.finfo(np.float32).max)
-Kind = Literal["number", "word", "date"]
-Decimal = Literal["point", "comma"]
 Allow = Literal[
     "finite", "missing", "any"
 ]  # numbers: all there, some missing (NaN), or infinite, too
-MISSING = frozenset({"", "na", "n/a", "nan", "null", "?"})
-# Signs of money or per cent, and what parts thousands: "$1,005.24", "12 €", "1 234,5", "7 %".
-_DRESSED = re.compile(
-    r"[-+]?[$€£¥₹]?\s*[-+]?\d+(?:[ ,.'\u00a0\u202f]\d{3})*(?:[.,]\d+)?\s*[$€£¥₹%]?"
-)
-_YEAR_FIRST = re.compile(r"(\d{4})([-/.])(\d{1,2})\2(\d{1,2})")
-_YEAR_LAST = re.compile(r"(\d{1,2})([-/.])(\d{1,2})\2(\d{4})")
 _CYCLES = {"year": 365.2425, "week": 7.0, "day": 1.0}  # in days
 
 
@@ -92,42 +91,6 @@ def decimal_of(cell: Any, decimal: Decimal) -> Decimal:
     return decimal if isinstance(cell, str) else "point"
 
 
-def number_in(cell: str, decimal: Decimal = "point") -> float | None:
-    """The number that a text is, if it is one.
-
-    >>> number_in("1.5"), number_in("1,5", "comma"), number_in("1.500", "comma")
-    (1.5, 1.5, None)
-    """
-    if decimal == "comma":
-        if "." in cell:  # it parts thousands
-            return None
-        cell = cell.replace(",", ".")
-    if "_" in cell:  # Python reads 1_000, authors of tables don't write it
-        return None
-    try:
-        return float(cell)
-    except ValueError:
-        return None
-
-
-def nearly_number(cell: str) -> bool:
-    """Whether a text that is no number would be one without signs of money, per cent or thousands.
-
-    >>> nearly_number("$1,005.24"), nearly_number("12 €"), nearly_number("BMW 320")
-    (True, True, False)
-    """
-    return _DRESSED.fullmatch(cell) is not None
-
-
-def text_of(value: Any) -> str:
-    """A cell of a parquet file as a csv has it."""
-    if isinstance(value, str):
-        return value
-    return (
-        "" if value is None else repr(value) if isinstance(value, float) else str(value)
-    )
-
-
 def check_text(place: str, cell: str, what: str) -> None:
     """Refuse a text with bytes that are no UTF-8."""
     try:
@@ -141,17 +104,6 @@ def check_text(place: str, cell: str, what: str) -> None:
 # --- dates ---
 
 
-def looks_like_date(cell: str) -> bool:
-    """Whether a text is a date, with or without a time of day.
-
-    >>> looks_like_date("2024-01-31"), looks_like_date("31.1.2024 10:30"), looks_like_date("version 3")
-    (True, True, False)
-    """
-    day, time = _parted(cell)
-    dated = _YEAR_FIRST.fullmatch(day) or _YEAR_LAST.fullmatch(day)
-    return dated is not None and (not time or re.match(r"\d{1,2}:", time) is not None)
-
-
 def days_of(cell: str) -> float:
     """Days since 1970 of a date: year, month, day, or with points day, month, year; a time with a zone becomes UTC.
 
@@ -162,10 +114,10 @@ def days_of(cell: str) -> float:
     ...
     ValueError: may be the day or the month first: write dates as 1970-01-31
     """
-    day, time = _parted(cell)
-    if found := _YEAR_FIRST.fullmatch(day):
+    day, time = day_and_time(cell)
+    if found := YEAR_FIRST.fullmatch(day):
         year, _, month, number = found.groups()
-    elif found := _YEAR_LAST.fullmatch(day):
+    elif found := YEAR_LAST.fullmatch(day):
         number, mark, month, year = found.groups()
         if mark != ".":
             raise ValueError(
@@ -185,11 +137,6 @@ def days_of(cell: str) -> float:
         ) from None
     moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment
     return (moment - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() / 86400
-
-
-def _parted(cell: str) -> tuple[str, str]:
-    day, _, time = cell.replace("T", " ", 1).partition(" ")
-    return day, time.strip()
 
 
 def date_columns(name: str, days: np.ndarray) -> dict[str, np.ndarray]:

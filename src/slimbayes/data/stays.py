@@ -22,7 +22,7 @@ from typing import IO, cast
 import torch.nn.functional as F
 from torch import Tensor
 
-from slimbayes.data.cells import number_in
+from slimbayes.columns import number_in
 from slimbayes.data.dataset import Dataset, Found, Split
 from slimbayes.data.events import Buckets, Events, bag
 from slimbayes.data.table_files import LINE

@@ -12,31 +12,19 @@ import io
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from slimbayes.data.cells import (
-    MISSING,
-    Allow,
-    Decimal,
-    Kind,
-    check_text,
-    decimal_of,
-    looks_like_date,
-    nearly_number,
-    number_in,
-    read_column,
-    text_of,
-)
+from slimbayes.columns import Column, Decimal, Kind, compound_text, number_in
+from slimbayes.data.cells import Allow, check_text, read_column
 from slimbayes.errors import brief
 from slimbayes.untrusted import most_unpacked, open_file
 
 TABLES = (".csv", ".tsv", ".parquet")  # ends of files' names
-MOST_VALUES = 1000  # different ones of a column that are kept
 MOST_COLUMNS = 50_000
 MOST_TEXT = 1 << 17  # characters of a cell; Python's reader of csv files has this limit
 LINE = 1 << 20  # characters: the longest honest line has a few thousand
@@ -46,62 +34,6 @@ Lines = Iterator[
 ]  # numbers of lines (or rows of a parquet file) and their cells
 # Columns (n,) by name: numbers, and days of dates, NaN where missing; words as texts, None where missing.
 Frame = Mapping[str, np.ndarray]
-
-
-@dataclass
-class Column:
-    """What a column holds: how many of its cells are what, and the different ones."""
-
-    name: str
-    missing: int = 0
-    numbers: int = 0
-    whole: bool = True  # whether all numbers are
-    others: int = 0  # that are neither missing nor numbers; of these
-    dates: int = 0  # look like dates,
-    marked: int = 0  # would be numbers with the other decimal mark,
-    nearly: int = 0  # with that mark, or without signs of money, per cent or thousands
-    odd: tuple[int, str] = (0, "")  # line and text of the first
-    values: set[str] = field(default_factory=set)  # up to 1,001 different ones
-
-    @property
-    def kind(self) -> Kind:
-        """Texts are words, as are truth values; a column with nothing in it holds numbers."""
-        if self.others and self.dates == self.others and not self.numbers:
-            return "date"
-        return "word" if self.others else "number"
-
-    @property
-    def other_mark(self) -> bool:
-        """Whether what is no number would be one with the other decimal mark."""
-        return bool(self.marked) and self.marked == self.others
-
-    @property
-    def dressed(self) -> bool:
-        """Whether what is no number would be one without signs of money, per cent or thousands."""
-        return bool(self.nearly) and self.nearly == self.others
-
-    def add(self, cell: str, line: int, file: Path, decimal: Decimal = "point") -> None:
-        if cell.lower() in MISSING:
-            self.missing += 1
-            return
-        if len(self.values) <= MOST_VALUES and cell not in self.values:
-            check_text(
-                f"{file}, line {line}", cell, f"a text of column {brief(self.name)}"
-            )
-            self.values.add(cell)
-        value = number_in(cell, decimal)
-        if value is None:
-            self.odd = self.odd if self.others else (line, cell)
-            self.others += 1
-            self.dates += looks_like_date(cell)
-            other = (
-                number_in(cell, "comma" if decimal == "point" else "point") is not None
-            )
-            self.marked += other
-            self.nearly += other or nearly_number(cell)
-        else:
-            self.numbers += 1
-            self.whole = self.whole and value.is_integer()
 
 
 @dataclass(frozen=True)
@@ -126,11 +58,19 @@ def look(
         decimal: what parts a number's whole from its fraction.
     """
     names, named, lines = _opened(file, header, decimal)
-    columns, rows = {name: Column(name) for name in names}, 0
+    declared = _declared_categories(file)
+    columns = {name: Column(name, declared=name in declared) for name in names}
+    rows = 0
     for number, cells in lines:
         rows += 1
         for column, cell in zip(columns.values(), cells, strict=True):
-            column.add(text_of(cell), number, file, decimal_of(cell, decimal))
+            if isinstance(cell, str) and not cell.isascii():
+                check_text(
+                    f"{file}, line {number}",
+                    cell,
+                    f"a text of column {brief(column.name)}",
+                )
+            column.add(cell, number, decimal)
     return TableFile(file, named, rows, columns, decimal)
 
 
@@ -272,6 +212,18 @@ def _checked(
         )
 
 
+def _declared_categories(file: Path) -> set[str]:
+    """The columns that a parquet file itself calls categories, whatever these are."""
+    if file.suffix.lower() != ".parquet":
+        return set()
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    with open_file(file) as stream:
+        schema = parquet.read_schema(stream)
+    return {one.name for one in schema if arrow.types.is_dictionary(one.type)}
+
+
 def _parquet_lines(file: Path) -> Lines:
     """The names of a file's columns as line 0, then its rows."""
     try:
@@ -314,9 +266,7 @@ def _text_columns(file: Path, schema: Any, types: Any) -> list[str]:
             or types.is_binary(kind)
             or types.is_large_binary(kind)
         ):
-            raise ValueError(
-                f"{file}: column {brief(one.name)} holds {one.type}; numbers, texts and dates can be read."
-            )
+            raise ValueError(f"{file}, {compound_text(one.name)}")
         if types.is_string(kind) or types.is_large_string(kind):
             texts.append(one.name)
     return texts

@@ -6,13 +6,15 @@ With the out-of-distribution rows as positives, at every threshold t "score >= t
 
 Ranking needs every score: 16 bytes per row are kept.
 
-Sizes: N rows, M rows of all batches, T distinct scores, C classes.
+Sizes: N rows, M rows of all batches, C classes.
 """
 
+import math
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
 
 from slimbayes.metrics.functional import Classes, class_probabilities, need_tensor
 from slimbayes.metrics.streaming import Streaming
@@ -63,8 +65,6 @@ def ood_score(probs: Classes, score: Score = "entropy") -> Tensor:
     return probs.epistemic
 
 
-# More right than torchmetrics' BinaryAUROC and BinaryAveragePrecision, which send only batches with a score outside
-# [0, 1], such as an entropy, through a sigmoid, and so lose the ranking across batches.
 class Ranking(Streaming):
     """Keeps scores and which rows are positive."""
 
@@ -94,21 +94,17 @@ class Ranking(Streaming):
         self.add_to("scores", scores)
         self.add_to("positive", is_ood)
 
-    def counts(self) -> tuple[Tensor, Tensor]:
-        """True and false positives (T,) at every distinct score as threshold, the highest first."""
-        scores, order = self.all_of("scores").sort(descending=True)
-        last = torch.ones_like(scores, dtype=torch.bool)
-        last[:-1] = scores[1:] != scores[:-1]
-        rank = torch.arange(
-            1, len(scores) + 1, dtype=torch.float64, device=scores.device
-        )
-        true = self.all_of("positive")[order].cumsum(0)
-        if not 0 < true[-1] < len(scores):
-            kind = "negative (0)" if true[-1] == 0 else "positive (1)"
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        """Scores and labels (M,) of all rows, of which some must be positive and some negative."""
+        scores, positive = self.all_of("scores"), self.all_of("positive").long()
+        found = int(positive.sum())
+        if not 0 < found < len(scores):
+            kind = "negative (0)" if found == 0 else "positive (1)"
             raise ValueError(
                 f"{type(self).__name__} needs rows of both kinds, got {len(scores)} rows, all {kind}."
             )
-        return true[last], (rank - true)[last]
+        # torchmetrics takes two infinite scores for different ones, since their difference is not zero.
+        return scores.nan_to_num(), positive
 
 
 class AUROC(Ranking):
@@ -127,11 +123,8 @@ class AUROC(Ranking):
     higher_is_better = True
 
     def compute(self) -> Tensor:
-        true, false = self.counts()
-        zero = true.new_zeros(1)
-        return torch.trapezoid(torch.cat([zero, true]), torch.cat([zero, false])) / (
-            true[-1] * false[-1]
-        )
+        area: Tensor = BinaryAUROC(normalization=None)(*self._rows())
+        return area
 
 
 class AUCPR(Ranking):
@@ -152,10 +145,8 @@ class AUCPR(Ranking):
     higher_is_better = True
 
     def compute(self) -> Tensor:
-        true, false = self.counts()
-        return (
-            true.diff(prepend=true.new_zeros(1)) * true / (true + false)
-        ).sum() / true[-1]
+        area: Tensor = BinaryAveragePrecision(normalization=None)(*self._rows())
+        return area
 
 
 class FPR95(Ranking):
@@ -179,8 +170,10 @@ class FPR95(Ranking):
         self.recall = recall
 
     def compute(self) -> Tensor:
-        true, false = self.counts()
-        enough = (
-            true >= self.recall * true[-1] - 1e-9
-        )  # 0.55 * 100 is a little more than 55
-        return false[enough][0] / false[-1]
+        # BinaryROC divides in single precision, in which 19 / 20 is less than 0.95: count instead.
+        scores, positive = self._rows()
+        unfamiliar, familiar = scores[positive == 1], scores[positive == 0]
+        wanted = self.recall * len(unfamiliar)
+        count = max(1, math.ceil(wanted - 1e-9))  # 0.55 * 100 is a little more than 55
+        threshold = unfamiliar.sort(descending=True).values[count - 1]
+        return (familiar >= threshold).double().mean()

@@ -10,7 +10,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
 from typing import Any, Self, get_args
@@ -70,6 +70,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     draws: Any = None
     device: Any = "cpu"
     random_state: Any = None
+    verbose: Any = False
     table_: Preparation = field(init=False)
     network_: nn.Module = field(init=False)
     seed_: int = field(init=False)
@@ -187,18 +188,36 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         optimizer = self._optimizer()
         curve: list[float] = []
         best: dict[str, torch.Tensor] = {}
-        for _ in range(self.epochs):
-            self._epoch(optimizer, rows, float(rows.weight.sum()))
-            if held_out is None:
-                continue
-            curve.append(self._nll(held_out))
-            if curve[-1] <= min(curve):
-                best = copy.deepcopy(self.network_.state_dict())
-            elif len(curve) - curve.index(min(curve)) > self.patience:
-                break
+        with self._progress() as epochs:
+            for _ in epochs:
+                self._epoch(optimizer, rows, float(rows.weight.sum()))
+                if held_out is None:
+                    continue
+                curve.append(self._nll(held_out))
+                if self.verbose:
+                    epochs.set_postfix(validation_nll=curve[-1], best=min(curve))
+                if curve[-1] <= min(curve):
+                    best = copy.deepcopy(self.network_.state_dict())
+                elif len(curve) - curve.index(min(curve)) > self.patience:
+                    break
         if best:
             self.network_.load_state_dict(best)
         return curve
+
+    def _progress(self) -> AbstractContextManager[Any]:
+        """The numbers of the epochs, behind a progress bar if `verbose`."""
+        if not self.verbose:
+            return nullcontext(range(self.epochs))
+        try:
+            from tqdm.auto import trange
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                "verbose=True shows progress with tqdm: pip install tqdm"
+            ) from error
+        bar: AbstractContextManager[Any] = trange(
+            self.epochs, desc=type(self).__name__, unit="epoch"
+        )
+        return bar
 
     def _epoch(
         self, optimizer: torch.optim.Optimizer, rows: TableRows, seen: float
@@ -276,8 +295,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             isinstance(self.categorical_features, str)
             and self.categorical_features == "auto"
         )
-        only_numbers = (auto and not is_frame(X)) if reset else not self.table_.words
-        if only_numbers:
+        only_numbers = auto if reset else not self.table_.words
+        if only_numbers and not is_frame(X):
             X = validate_data(
                 self, X, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan"
             )

@@ -6,13 +6,16 @@ say where). Read tables have their numbers first, then codes of categories: 0 st
 2, ... for the categories seen in training.
 """
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from numbers import Real
 from typing import Any, Literal, Self
 
+import narwhals as nw
 import numpy as np
 from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
@@ -22,6 +25,16 @@ from sklearn.preprocessing import (
     StandardScaler,
 )
 
+from slimbayes.columns import (
+    MISSING,
+    MOST_EXACT,
+    Column,
+    Kind,
+    column_kind,
+    compound_text,
+    is_compound,
+    number_in,
+)
 from slimbayes.errors import SlimbayesWarning, brief, did_you_mean
 
 Missing = Literal["refuse", "impute"]
@@ -29,8 +42,8 @@ Scaling = Literal["quantile", "standard", "none"]
 
 
 def is_frame(X: Any) -> bool:
-    """Whether columns have names and types of their own: pandas, polars and their kin."""
-    return hasattr(X, "columns") and hasattr(X, "__getitem__")
+    """Whether columns have names and types of their own: a data frame of any library that narwhals knows."""
+    return bool(nw.dependencies.is_into_dataframe(X))
 
 
 @dataclass
@@ -69,24 +82,19 @@ class Preparation:
         """Learn names and categories from some rows of a table, by default all.
 
         Args:
-            wanted: the columns that are categories, by name or position; "auto" takes those of a DataFrame that hold
-                texts, booleans or categories.
+            wanted: columns that are categories, by name or position, or "auto". Other columns of a DataFrame are what
+                `column_kind` finds in them, those of arrays and mappings are numbers.
         """
-        named = is_frame(X) or isinstance(X, Mapping)
-        self.names = (
-            [str(name) for name in getattr(X, "columns", X)]
-            if named
-            else list(map(str, range(X.shape[1])))
-        )
-        if len(set(self.names)) < len(self.names):
-            raise ValueError(
-                "X has two columns of one name: give each a name of its own."
-            )
-        columns = dict(zip(self.names, _columns(X)))
-        chosen = set(self._chosen(columns, wanted, named))
+        columns = _columns(X)
+        self.names = list(columns)
+        chosen = set(self._chosen(wanted, is_frame(X) or isinstance(X, Mapping)))
+        if is_frame(X):
+            for name, column in columns.items():
+                if _kind(name, column, rows, name in chosen) == "word":
+                    chosen.add(name)
         self.words = {
-            name: _known(name, _words(columns[name])[rows])
-            for name in self.names
+            name: _known(name, _words(name, column)[rows])
+            for name, column in columns.items()
             if name in chosen
         }
 
@@ -97,11 +105,12 @@ class Preparation:
 
         Unknown categories that count as missing are added to `unseen` by column or, without it, told by a warning.
         """
-        columns = dict(zip(self.names, _columns(X)))
+        columns = dict(zip(self.names, _columns(X).values()))
         found: Counter[str] = Counter()
         numbers = [_numbers(name, columns[name])[rows] for name in self.numbers]
         codes = [
-            self._codes(name, _words(columns[name])[rows], found) for name in self.words
+            self._codes(name, _words(name, columns[name])[rows], found)
+            for name in self.words
         ]
         read = np.stack([*numbers, *codes], 1)
         if found and unseen is None:
@@ -124,31 +133,24 @@ class Preparation:
         more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
         return f"Categories that training did not see count as missing: in column {', '.join(told)}{more}."
 
-    def _chosen(
-        self, columns: Mapping[str, Any], wanted: Any, named: bool
-    ) -> Iterator[str]:
-        """The columns that are categories."""
+    def _chosen(self, wanted: Any, named: bool) -> Iterator[str]:
+        """The columns that are named as categories."""
         if isinstance(wanted, str) and wanted == "auto":
-            yield from [
-                name
-                for name, column in columns.items()
-                if named and _holds_words(name, column)
-            ]
             return
         for one in wanted if isinstance(wanted, Sequence | np.ndarray) else [wanted]:
-            if isinstance(one, str) and named and one in columns:
+            if isinstance(one, str) and named and one in self.names:
                 yield one
             elif (
                 isinstance(one, int | np.integer)
                 and not isinstance(one, bool)
-                and 0 <= one < len(columns)
+                and 0 <= one < len(self.names)
             ):
                 yield self.names[one]
             else:
                 hint = (
                     did_you_mean(str(one), self.names)
                     if named
-                    else f": X has {len(columns)} columns."
+                    else f": X has {len(self.names)} columns."
                 )
                 raise ValueError(
                     f"categorical_features names {brief(one)}, which X does not have{hint}"
@@ -251,42 +253,82 @@ class Preparation:
         return made
 
 
-def _columns(X: Any) -> list[Any]:
-    return (
-        list(X.T)
-        if isinstance(X, np.ndarray)
-        else [X[name] for name in getattr(X, "columns", X)]
-    )
+def _columns(X: Any) -> dict[str, Any]:
+    """Columns by name, those of arrays by position: narwhals' Series of frames, else arrays (N,)."""
+    if isinstance(X, Mapping):
+        return dict(X)
+    if not is_frame(X):
+        return {str(place): column for place, column in enumerate(X.T)}
+    frame = nw.from_native(X, eager_only=True)
+    found = {}
+    for column in frame.iter_columns():
+        if column.dtype == nw.Unknown:  # such as pandas' sparse columns
+            column = nw.new_series(
+                column.name, column.to_numpy(), backend=frame.implementation
+            )
+        found[str(column.name)] = column
+    return found
+
+
+def _kind(name: str, series: Any, rows: Any, named: bool) -> Kind:
+    """What some rows of a DataFrame's column hold."""
+    dtype = series.dtype
+    if dtype.is_numeric() and (not dtype.is_integer() or _stays_exact(series)):
+        return "word" if named else "number"
+    categorical = isinstance(dtype, nw.Categorical | nw.Enum)
+    column = Column(name, "row", declared=categorical)
+    values = series.to_list()
+    for row in np.arange(len(values))[rows].tolist():
+        column.add(None if _is_missing(values[row]) else values[row], row)
+    try:
+        kind = column_kind(column, named)
+    except ValueError as error:
+        raise ValueError(_sentence(str(error))) from error
+    if kind == "number" and column.numbers and dtype == nw.String:
+        warnings.warn(
+            f"Column {brief(name)} holds numbers as texts and is taken for numbers: name it in categorical_features "
+            f"if it holds categories.",
+            SlimbayesWarning,
+            stacklevel=2,
+        )
+    return kind
+
+
+def _stays_exact(series: Any) -> bool:
+    """Whether float64 holds every whole number of a column."""
+    ends = [series.min(), series.max()]
+    return all(_is_missing(end) or abs(end) <= MOST_EXACT for end in ends)
 
 
 def _numbers(name: str, column: Any) -> np.ndarray:
     """Numbers of a column (N,), NaN where they are missing."""
-    values = np.asarray(column)
-    if values.dtype.kind in "OUST":
-        words = _words(column)
-        try:
-            values = np.array(
-                [np.nan if word is None else float(word) for word in words]
-            )
-        except (TypeError, ValueError):
-            first = next(
-                (
-                    word
-                    for word in words
-                    if word is not None and not isinstance(word, Real)
-                ),
-                None,
-            )
-            raise ValueError(
-                f"Column {name!r} must hold numbers, got {brief(first)}. "
-                f"Name it in categorical_features if it holds categories."
-            ) from None
+    if isinstance(column, nw.Series) and column.dtype.is_numeric():
+        column = column.cast(nw.Float64).to_numpy()
+    if isinstance(column, nw.Series) or np.asarray(column).dtype.kind in "OUST":
+        values = np.array([_number(name, word) for word in _words(name, column)])
+    else:
+        values = np.asarray(column)
     values = values.astype(np.float64)
     if np.isinf(values).any():
         raise ValueError(
             f"Input X contains infinity in column {name!r}: clip it, or mark it as missing."
         )
     return values
+
+
+def _number(name: str, value: Any) -> float:
+    """A cell as a number, NaN where it is missing."""
+    if value is None:
+        return math.nan
+    number = number_in(value) if isinstance(value, str) else None
+    if isinstance(value, Real | Decimal):
+        number = float(value)
+    if number is None:
+        raise ValueError(
+            f"Column {name!r} must hold numbers, got {brief(value)}. "
+            f"Name it in categorical_features if it holds categories."
+        )
+    return number
 
 
 def _known(name: str, words: np.ndarray) -> list[Any]:
@@ -301,33 +343,28 @@ def _known(name: str, words: np.ndarray) -> list[Any]:
         ) from error
 
 
-def _holds_words(name: str, column: Any) -> bool:
-    """Whether a DataFrame's column holds categories; dates are refused."""
-    if str(column.dtype).lower().startswith(("categor", "enum")):
-        return True
-    values = np.asarray(column)
-    if values.dtype.kind in "mM":
-        raise ValueError(
-            f"Column {name!r} holds dates or durations: turn them into numbers first, such as days since a date."
-        )
-    if values.dtype.kind != "O":
-        return values.dtype.kind in "USTb"
-    return not all(
-        word is None or (isinstance(word, Real) and not isinstance(word, bool))
-        for word in _words(column)
-    )
-
-
-def _words(column: Any) -> np.ndarray:
-    """Values as objects, with None for everything that says "missing"."""
-    gone = ("NAType", "NaTType")
-    words = [
-        None if v is None or type(v).__name__ in gone or v != v else v
-        for v in np.asarray(column).tolist()
-    ]
-    out = np.empty(len(words), dtype=object)
-    out[:] = words
+def _words(name: str, column: Any) -> np.ndarray:
+    """Values as objects (N,), with None for everything that says "missing"."""
+    framed = isinstance(column, nw.Series)
+    values = column.to_list() if framed else np.asarray(column).tolist()
+    out = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        if is_compound(value):
+            raise ValueError(_sentence(compound_text(name)))
+        unsaid = framed and isinstance(value, str) and value.lower() in MISSING
+        out[row] = None if unsaid or _is_missing(value) else value
     return out
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a value is None, NaN, or what pandas has for these."""
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    return not is_compound(value) and bool(value != value)
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def scaler(scaling: Scaling, missing: Missing, rows: int, seed: int) -> Any:

@@ -32,8 +32,8 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
             Categories reach the last two as embeddings, the others as columns of codes after the numbers.
         method: any config, or mapping from layers' names to configs, that `bayesianize` takes; by default rank-1
             factors of eight members, with a last layer for each in networks of ours.
-        categorical_features: "auto" takes the columns of a DataFrame that hold texts, booleans or categories; or names
-            or positions of columns.
+        categorical_features: names or positions of columns that are categories, beside those of a DataFrame that hold
+            texts, booleans or categories; "auto" adds none. What is refused otherwise may be named here.
         missing: "refuse" raises on missing values and on categories that training did not see; "impute" fills numbers
             with their median, beside a column that says where, and gives such categories a value of their own.
         scaling: of numbers: "quantile" (to a normal distribution, by ranks), "standard" or "none".
@@ -44,6 +44,7 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         draws: number of draws of a prediction; by default four of each member.
         device: where to compute.
         random_state: seeds everything; a fitted estimator always predicts the same.
+        verbose: whether `fit` shows its epochs in a progress bar, which needs tqdm.
 
     A row of `sample_weight` two counts as a row given twice.
 

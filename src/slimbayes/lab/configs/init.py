@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from slimbayes.columns import FEW, Column
 from slimbayes.data.cells import days_of
-from slimbayes.data.table_files import TABLES, Column, TableFile, look
+from slimbayes.data.table_files import TABLES, TableFile, look
 from slimbayes.distributions.scales import dropout_scale
 from slimbayes.errors import cut, did_you_mean
 from slimbayes.lab.configs.files import ConfigError, validate
-from slimbayes.lab.configs.own import FEW, feature_kind, target_is_class
+from slimbayes.lab.configs.own import feature_kind, target_is_class
 from slimbayes.lab.configs.yaml_text import parse
 
 _HEAD = "# Written by `slimbayes init` after a look at the data. Train with: slimbayes fit {file}\n"
@@ -202,6 +203,9 @@ def _unusable(found: TableFile, column: Column) -> str:
         return "dates; used, if not dropped, with `dates: encode`"
     if column.dressed:
         return f"numbers with signs, such as {shown}: take the signs out to use them"
+    if column.kind == "number" and column.changing:
+        shown = _quoted(column.changing[1][:40])
+        return f"no numbers, since {shown} loses zeros or digits: name it in `categories` to use it"
     return f"texts that hardly repeat, or a few texts among numbers (line {line}: {shown}): mend these to use it"
 
 

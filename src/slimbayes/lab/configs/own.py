@@ -18,8 +18,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from slimbayes.data.cells import Decimal, Kind
-from slimbayes.data.table_files import MOST_VALUES, Column
+from slimbayes.columns import (
+    FEW,
+    Column,
+    Decimal,
+    Kind,
+    column_kind,
+    hardly_repeats,
+    refuse_signs,
+)
 from slimbayes.errors import brief, did_you_mean
 from slimbayes.lab.configs.choices import Options
 
@@ -121,59 +128,31 @@ class OwnFiles(Options):
 
 # --- what the columns of a table are taken for ---
 
-FEW = 20  # whole numbers that may be classes, or may be counts
+_IN_A_CONFIG = {
+    "missing='impute'": "data.missing: impute",
+    "categorical_features": "data.categories",
+    "turn them into numbers": "say data.dates: encode, turn them into numbers",
+    "leave it out": "leave it out with data.drop",
+    "say which mark it has where it is read": "set data.decimal to comma or point, as the file has it",
+}
 
 
 def feature_kind(
     column: Column, path: Path, categories: Sequence[str] = (), dates: bool = False
 ) -> Kind:
     """Whether a column is numbers, categories or, where they are taken, dates; what is neither is refused."""
-    place = f"{path}, column {brief(column.name)}"
-    if column.name in categories:
-        return "word"
-    if column.kind == "date" and not dates:
-        raise ValueError(
-            f"{place} holds dates ({brief(column.odd[1])}): say data.dates: encode, turn them into numbers, such as "
-            f"days since a date, or leave it out with data.drop."
-        )
-    _refuse_signs(column, place, "name it in data.categories")
-    if column.kind == "word" and column.numbers >= column.others:
-        line, cell = column.odd
-        raise ValueError(
-            f"{place} holds numbers, but not in line {line}: {brief(cell)}. Mend it, or name the column in "
-            f"data.categories if it holds categories."
-        )
-    if column.kind == "word" and (many := _hardly_repeats(column)):
-        raise ValueError(
-            f"{place} holds {many}, too many for categories: leave it out with data.drop, or name it in "
-            f"data.categories if it is meant."
-        )
-    return column.kind
+    try:
+        return column_kind(column, column.name in categories, dates)
+    except ValueError as error:
+        raise ValueError(f"{path}, {say_as_config(error)}") from error
 
 
-def _hardly_repeats(column: Column) -> str:
-    """How many texts there are, if too many for categories; nothing if they repeat."""
-    rows, count = column.numbers + column.others + column.missing, len(column.values)
-    many = f"more than {MOST_VALUES:,}" if count > MOST_VALUES else str(count)
-    return (
-        f"{many} different texts in {rows:,} rows"
-        if count > max(FEW, min(MOST_VALUES, rows / 2))
-        else ""
-    )
-
-
-def _refuse_signs(column: Column, place: str, unless: str) -> None:
-    """Numbers with another decimal mark, or with signs, are no categories, unless it is said that they are."""
-    if column.other_mark:
-        raise ValueError(
-            f"{place} holds {brief(column.odd[1])}, a number but for its decimal mark: set data.decimal to comma or "
-            f"point, as the file has it, or take out what parts thousands."
-        )
-    if column.dressed:
-        raise ValueError(
-            f"{place} holds {brief(column.odd[1])}, a number but for signs of money, per cent or thousands: take the "
-            f"signs out, or {unless} if these are names of things."
-        )
+def say_as_config(error: Exception) -> str:
+    """What the library says of a column, with options called as in a config."""
+    text = str(error).removeprefix("Input X contains NaN: ")
+    for word, here in _IN_A_CONFIG.items():
+        text = text.replace(word, here)
+    return text
 
 
 def target_is_class(column: Column, path: Path, task: str | None) -> bool:
@@ -193,7 +172,10 @@ def target_is_class(column: Column, path: Path, task: str | None) -> bool:
             f"{place} is {brief(next(iter(column.values)))} in all rows: nothing is to be learnt."
         )
     if task != "classes":
-        _refuse_signs(column, place, "say data.task: classes")
+        try:
+            refuse_signs(column, place, "say data.task: classes")
+        except ValueError as error:
+            raise ValueError(say_as_config(error)) from error
     if task == "regression" and column.kind != "number":
         line, cell = column.odd
         raise ValueError(
@@ -201,11 +183,11 @@ def target_is_class(column: Column, path: Path, task: str | None) -> bool:
         )
     if task is not None:
         return task == "classes"
-    if column.kind == "date" or (column.kind == "word" and _hardly_repeats(column)):
+    if column.kind == "date" or (column.kind == "word" and hardly_repeats(column)):
         held = (
             "dates"
             if column.kind == "date"
-            else f"{_hardly_repeats(column)}, too many for classes"
+            else f"{hardly_repeats(column)}, too many for classes"
         )
         raise ValueError(
             f"{place} holds {held}. Choose another column, or say data.task: classes if it is meant."

@@ -24,9 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slimbayes.columns import number_in
 from slimbayes.data import Split
 from slimbayes.data.archives import DAMAGE, checked_zip, npy_blocks
-from slimbayes.data.cells import Allow, number_in
+from slimbayes.data.cells import Allow
 from slimbayes.data.folders import ENDINGS, decode, read_square
 from slimbayes.data.table_files import cell_lines, number_blocks
 from slimbayes.files import replacing

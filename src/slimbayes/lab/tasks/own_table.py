@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slimbayes.columns import Decimal, Kind, number_in
 from slimbayes.data import Dataset, Split
-from slimbayes.data.cells import Decimal, Kind, date_columns, number_in
+from slimbayes.data.cells import date_columns
 from slimbayes.data.table_files import (
     TABLES,
     Frame,
@@ -32,7 +33,7 @@ from slimbayes.data.table_files import (
 )
 from slimbayes.errors import SlimbayesWarning, brief, did_you_mean
 from slimbayes.lab.configs.experiment import Data
-from slimbayes.lab.configs.own import feature_kind, target_is_class
+from slimbayes.lab.configs.own import feature_kind, say_as_config, target_is_class
 from slimbayes.lab.tasks.rows import check_names, hold_out
 
 if (
@@ -176,14 +177,6 @@ def with_dates(
             }
         found |= made
     return found if wanted is None else {name: found[name] for name in wanted}
-
-
-def say_as_config(error: Exception) -> str:
-    """What `Preparation` says, with options called as in a config."""
-    text = str(error).removeprefix("Input X contains NaN: ")
-    return text.replace("missing='impute'", "data.missing: impute").replace(
-        "categorical_features", "data.categories"
-    )
 
 
 def read_table(path: Path, chosen: Data) -> OwnTable:
