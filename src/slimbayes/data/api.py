@@ -6,7 +6,6 @@ from slimbayes.data.catalog import load as load
 from slimbayes.data.catalog import load_bags as load_bags
 from slimbayes.data.catalog import prepare as prepare
 from slimbayes.data.corruptions import CORRUPTIONS as CORRUPTIONS
-from slimbayes.data.corruptions import EXTRA as EXTRA
 from slimbayes.data.corruptions import corrupt as corrupt
 from slimbayes.data.dataset import Dataset as Dataset
 from slimbayes.data.dataset import Split as Split

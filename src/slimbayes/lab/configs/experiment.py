@@ -36,12 +36,11 @@ from slimbayes.posteriors import METHODS
 from slimbayes.posteriors.configs.base import Config
 
 FORMAT: Final = 1
-# Names of slimbayes.data.CORRUPTIONS and EXTRA, which need torch; a test compares.
+# Names of slimbayes.data.CORRUPTIONS, which need torch; a test compares.
 CORRUPTIONS = (
     "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow",
     "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression",
 )  # fmt: skip
-EXTRA = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
 
 
 def _compiles(text: str) -> str:
@@ -140,7 +139,7 @@ class Evaluate(Options):
             "exact" runs every network that the picks of a method can make, once (EMP paper, B.4); the record then has
             their number.
         batch: rows at once.
-        corruptions: names, or "standard" (15), "all" (19), "none".
+        corruptions: names, or "standard" (all 15), "none".
         shift: sets with the same classes (cifar10.1), ood: sets of other classes (cifar100 for cifar10).
         limit: rows of each of these sets at most.
         bins: of the calibration errors; bins of at most `drop` rows are left out (EMP paper: 20 and 5).
@@ -155,7 +154,7 @@ class Evaluate(Options):
         ]
     ) = (1,)
     batch: Count = 500
-    corruptions: Literal["none", "standard", "all"] | tuple[str, ...] = "none"
+    corruptions: Literal["none", "standard"] | tuple[str, ...] = "none"
     severities: Annotated[
         tuple[Annotated[int, Field(ge=1, le=5)], ...], Field(min_length=1)
     ] = (1, 2, 3, 4, 5)
@@ -169,7 +168,7 @@ class Evaluate(Options):
 
     @property
     def corruption_names(self) -> tuple[str, ...]:
-        named = {"none": (), "standard": CORRUPTIONS, "all": (*CORRUPTIONS, *EXTRA)}
+        named = {"none": (), "standard": CORRUPTIONS}
         return (
             named[self.corruptions]
             if isinstance(self.corruptions, str)
@@ -179,9 +178,9 @@ class Evaluate(Options):
     @model_validator(mode="after")
     def _known(self) -> Evaluate:
         for name in self.corruption_names:
-            if name not in (*CORRUPTIONS, *EXTRA):
+            if name not in CORRUPTIONS:
                 raise ValueError(
-                    f"unknown corruption {brief(name)}{did_you_mean(name, (*CORRUPTIONS, *EXTRA))}"
+                    f"unknown corruption {brief(name)}{did_you_mean(name, CORRUPTIONS)}"
                 )
         return self
 
