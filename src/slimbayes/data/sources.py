@@ -62,14 +62,10 @@ def _table(name: str) -> Source:
     return Source(f"uci/{name}", url, layout, ("uci", "."), (reader,), {"all": rows})
 
 
-def _health(
-    name: str, url: str, release: mimic.Release, folders: tuple[str, ...]
-) -> Source:
-    layout = f"{release.tables['admissions']}.csv[.gz], {release.tables['patients']}.csv[.gz] and other tables"
-    reader = partial(mimic.first_day, release=release)
-    return Source(
-        name, f"https://physionet.org/content/{url}/", layout, folders, (reader,)
-    )
+def _mimic(name: str, url: str, folders: tuple[str, ...]) -> Source:
+    layout = "ADMISSIONS.csv[.gz], PATIENTS.csv[.gz] and other tables"
+    address = f"https://physionet.org/content/{url}/"
+    return Source(name, address, layout, folders, (mimic.first_day,))
 
 
 def _human(folder: Path) -> Found | None:
@@ -83,7 +79,6 @@ _CIFAR, _FULL = (
 )
 _SHEETS = "train-images*.zip, test-images*.zip and labels.npz (sheets)"
 _CORRUPTED = "<corruption>.npy (50000, 32, 32, 3) and labels.npy (50000,)"
-_DEMO = "clinical-database-demo"
 SOURCES = {
     source.name: source
     for source in (
@@ -140,10 +135,8 @@ SOURCES = {
             "set-{a,b,c}/<RecordID>.txt with Outcomes-{a,b,c}.txt, or challenge2012.npz.xz",
             ("physionet2012",), (physionet.bags,), {"train": 4000, "validation": 4000, "test": 4000},
         ),
-        _health("mimic3", "mimiciii", mimic.MIMIC3, ("mimic3", "mimic-iii", "mimic-iii-clinical-database-1.4")),
-        _health("mimic3-demo", "mimiciii-demo", mimic.MIMIC3, ("mimic3_demo", f"mimic-iii-{_DEMO}-1.4")),
-        _health("mimic4", "mimiciv", mimic.MIMIC4, ("mimic4", "mimic-iv", "mimiciv")),
-        _health("mimic4-demo", "mimic-iv-demo", mimic.MIMIC4, ("mimic4_demo", f"mimic-iv-{_DEMO}-2.2")),
+        _mimic("mimic3", "mimiciii", ("mimic3", "mimic-iii", "mimic-iii-clinical-database-1.4")),
+        _mimic("mimic3-demo", "mimiciii-demo", ("mimic3_demo", "mimic-iii-clinical-database-demo-1.4")),
         *map(_table, uci.UCI),
     )
 }  # fmt: skip
