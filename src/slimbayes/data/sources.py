@@ -101,17 +101,11 @@ SOURCES = {
             ("CIFAR-100-C", "cifar100-c"), (partial(images.cifar_c, classes=100),),
         ),
         Source(
-            "cifar10.1", "https://github.com/modestyachts/CIFAR-10.1", "cifar10.1_v6_{data,labels}.npy",
-            ("CIFAR-10.1", "cifar10.1", "CIFAR-10.1/datasets"), (images.cifar10_1,), {"test": 2000, "v4": 2021},
-        ),
-        Source(
             "cifar10h", "https://github.com/jcpeterson/cifar-10h",
             "cifar10h-counts.npy, cifar10h-probs.npy or cifar10h_counts.npz, and CIFAR-10 beside it for the images",
             ("cifar10h", "cifar-10h"), (_human,), {"test": 10_000, "counts": 10_000},
         ),
         _idx("mnist", "https://yann.lecun.com/exdb/mnist", "MNIST/raw", images.DIGITS, balanced=False),
-        _idx("fashion-mnist", "https://github.com/zalandoresearch/fashion-mnist", "FashionMNIST/raw", images.FASHION),
-        _idx("kmnist", "https://codh.rois.ac.jp/kmnist", "KMNIST/raw", images.KANA),
         _idx("notmnist", "https://github.com/davidflanagan/notMNIST-to-MNIST", "notMNIST", images.LETTERS),
         Source(
             "svhn", "http://ufldl.stanford.edu/housenumbers", "{train,test,extra}_32x32.mat",

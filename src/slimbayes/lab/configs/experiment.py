@@ -140,7 +140,7 @@ class Evaluate(Options):
             their number.
         batch: rows at once.
         corruptions: names, or "standard" (all 15), "none".
-        shift: sets with the same classes (cifar10.1), ood: sets of other classes (cifar100 for cifar10).
+        shift: sets with the same classes (cifar10h), ood: sets of other classes (cifar100 for cifar10).
         limit: rows of each of these sets at most.
         bins: of the calibration errors; bins of at most `drop` rows are left out (EMP paper: 20 and 5).
         noise: standard deviation of real targets' noise in their own units; by default that of training.
