@@ -72,7 +72,6 @@ def _human(folder: Path) -> Found | None:
     return images.cifar10h(folder, cache(lambda: find("cifar10", folder.parent)))
 
 
-_CIFAR10 = [partial(cifar.cifar10, binary=binary) for binary in (True, False)]
 _CIFAR, _FULL = (
     "https://www.cs.toronto.edu/~kriz/cifar.html",
     {"train": 50_000, "test": 10_000},
@@ -83,14 +82,14 @@ SOURCES = {
     source.name: source
     for source in (
         Source(
-            "cifar10", _CIFAR, f"data_batch_1..5 and test_batch, all .bin (binary) or none (python), or {_SHEETS}",
-            ("cifar10", "cifar-10-batches-bin", "cifar-10-batches-py"),
-            (*_CIFAR10, partial(cifar.sheets, names=cifar.CIFAR10_CLASSES)), _FULL, True,
+            "cifar10", _CIFAR, f"data_batch_1..5.bin and test_batch.bin (the binary version), or {_SHEETS}",
+            ("cifar10", "cifar-10-batches-bin"),
+            (cifar.binary10, partial(cifar.sheets, names=cifar.CIFAR10_CLASSES)), _FULL, True,
         ),
         Source(
-            "cifar100", _CIFAR, f"train.bin and test.bin, train, test and meta (python), or {_SHEETS}",
-            ("cifar100", "cifar-100-binary", "cifar-100-python"),
-            (cifar.binary100, cifar.python100, cifar.sheets), _FULL, True,
+            "cifar100", _CIFAR, f"train.bin and test.bin (the binary version), or {_SHEETS}",
+            ("cifar100", "cifar-100-binary"),
+            (cifar.binary100, cifar.sheets), _FULL, True,
         ),
         Source(
             "cifar10-c", "https://zenodo.org/records/2535967", _CORRUPTED,
