@@ -80,7 +80,7 @@ def test_a_table_of_ones_own_brings_its_names() -> None:
     ).columns == ("a", "b")
 
 
-def test_a_cache_keeps_the_names(tmp_path: Path) -> None:
+def test_a_prepared_set_keeps_the_names(tmp_path: Path) -> None:
     (tmp_path / "yacht.csv").write_text("a, b,y\n1,2,3\n4,5,6\n")
     fresh = load("uci/yacht", tmp_path)
     prepare("uci/yacht", tmp_path)

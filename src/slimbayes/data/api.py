@@ -18,6 +18,7 @@ from slimbayes.data.folders import pad_crop_flip as pad_crop_flip
 from slimbayes.data.folders import resized_crop as resized_crop
 from slimbayes.data.mimic import mimic3 as mimic3
 from slimbayes.data.physionet import physionet2012 as physionet2012
+from slimbayes.data.prepared import save as save
 from slimbayes.data.stays import Stays as Stays
 from slimbayes.data.stays import mortality as mortality
 from slimbayes.data.uci import Regression as Regression

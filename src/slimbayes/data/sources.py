@@ -15,6 +15,7 @@ import slimbayes.data.mimic as mimic
 import slimbayes.data.physionet as physionet
 import slimbayes.data.uci as uci
 from slimbayes.data.dataset import Found
+from slimbayes.data.prepared import find_prepared
 
 _Reader = Callable[[Path], Found | None]
 
@@ -145,7 +146,14 @@ def root_folder(root: Path | str | None) -> Path:
 
 
 def find(name: str, root: Path | str | None) -> Found:
-    """What the first reader that knows the files of a set under `root` makes of them."""
+    """A set under `root`: as it was prepared, or else as the first reader that knows its files finds it."""
+    if name not in SOURCES:
+        raise ValueError(f"Unknown data set {name!r}; known are {', '.join(SOURCES)}.")
+    return find_prepared(name, root_folder(root)) or find_files(name, root)
+
+
+def find_files(name: str, root: Path | str | None) -> Found:
+    """What the first reader that knows the files of a set under `root` makes of them, prepared or not."""
     if name not in SOURCES:
         raise ValueError(f"Unknown data set {name!r}; known are {', '.join(SOURCES)}.")
     source = SOURCES[name]
