@@ -388,16 +388,12 @@ def test_a_perfect_regression_has_the_likelihood_of_its_noise(
     assert numbers["neg_elbo"] == pytest.approx(numbers["draw_nll"] + numbers["kl"])
 
 
-@pytest.mark.parametrize("ema", [None, 0.6])
-def test_early_stopping_judges_the_best_epoch_with_its_norms(
-    ema: float | None, tmp_path: Path
-) -> None:
+def test_early_stopping_judges_the_best_epoch_with_its_norms(tmp_path: Path) -> None:
     """With no draws to differ by, the final score of the validation rows is the lowest of the curve."""
     train = {
         "epochs": 9,
         "early_stop": {"patience": 2},
         "optimizer": {"kind": "SGD", "lr": 0.8},
-        "ema": ema,
     }
     found = record.read(
         fit(

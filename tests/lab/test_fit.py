@@ -151,31 +151,6 @@ def test_training_lowers_the_loss_for_every_part_of_the_recipe(tmp_path: Path) -
     assert nll[-1] < 0.7 * nll[0]
 
 
-def test_averaged_weights_are_what_is_saved(tmp_path: Path) -> None:
-    """One epoch of four steps by hand: the average of the weights after each step, with decay a."""
-    chosen = experiment(train={"ema": 0.5, "epochs": 1}, method=METHODS["plain"])
-    seen: list[torch.Tensor] = []
-    real = TrainingStep._average
-
-    def spy(self: TrainingStep) -> None:
-        if not seen:
-            seen.append(self.averages["dense.weight"].clone())
-        real(self)
-        seen.append(
-            dict(self.network.named_parameters())["dense.weight"].detach().clone()
-        )
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingStep, "_average", spy)
-        run = fit(chosen, tmp_path / "run", CPU)
-    expected = seen[0]
-    for value in seen[1:]:
-        expected = 0.5 * expected + 0.5 * value
-    torch.testing.assert_close(
-        load_run(run, CPU)[1].get_parameter("dense.weight").detach(), expected
-    )
-
-
 def test_pieces_of_a_batch_add_up_to_the_whole(tmp_path: Path) -> None:
     """Without batch norm, a batch in two pieces gives the gradient of the whole one."""
     options = {

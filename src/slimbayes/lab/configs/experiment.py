@@ -304,7 +304,7 @@ def with_former_rules(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     if (
         not isinstance(train, Mapping)
         or "ensemble_loss" in train
-        or not {"clip", "ema", "early_stop"} <= train.keys()
+        or not {"clip", "early_stop", "l2", "form"} <= train.keys()
     ):
         return tree
     return {**tree, "train": {**train, "ensemble_loss": "mean"}}

@@ -234,7 +234,6 @@ class Train(Options):
         noise: of real targets, in units of their standard deviation: a number; "learned", one number for each target;
             or "heteroscedastic", a function of the row, from a network with two outputs for each target. By default
             learned for tables and data of one's own, 1 for others and where evaluate.noise is given.
-        ema: decay of a running average of the weights, which is what is evaluated and saved.
         track: what to note of a Gaussian posterior after each epoch: "scales", and "snr", the noise of their gradients
             (see runs/step.py).
         alternate: train shared parameters and those of patches in turn, so many steps each (EMP paper, C.2).
@@ -261,7 +260,6 @@ class Train(Options):
     ensemble_loss: Literal["sum", "mean"] = "sum"
     noise: Positive | Literal["learned", "heteroscedastic"] | None = None
     precision: Literal["32", "bf16"] = "32"
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     early_stop: EarlyStop | None = None
     track: tuple[Literal["scales", "snr"], ...] = ()
     alternate: Count | None = None

@@ -135,10 +135,18 @@ def _place(
     nearest.remarks.append(f"{file.parent.name or file.name} is another config: {why}")
 
 
+# Fields that kept records write down at their defaults and that configs no longer have.
+_GONE = {"train": ("ema",)}
+
+
 def _present(record: Record) -> tuple[Experiment | None, str]:
     """The record's own config as it reads today, or what is wrong with it."""
+    config = dict(record.config)
+    for part, names in _GONE.items():
+        if isinstance(config.get(part), Mapping):
+            config[part] = {k: v for k, v in config[part].items() if k not in names}
     try:
-        return validate(record.config), ""
+        return validate(config), ""
     except ConfigError as error:
         return None, cut(" ".join(str(error).split()), most=200)
 

@@ -9,8 +9,7 @@ Sizes: B rows of a step, S draws.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +47,6 @@ class TrainingStep:
         call: the network as it is run: perhaps compiled, and inside a process group's wrapper.
         history: loss, nll and KL of each step of the epoch, (steps, 3), on the device.
         failed: zero, and one from the first loss on that is not finite; updates stop with it.
-        averages: running averages of the parameters by name, if asked for.
         networks: parameters of each of those that share nothing; their losses are summed, and their mean is noted.
     """
 
@@ -75,13 +73,6 @@ class TrainingStep:
         self.networks = (
             networks_of(self.network) if summed else [list(self.network.parameters())]
         )
-        self.averages: dict[str, Tensor] = {}
-        if self.experiment.train.ema:
-            self.averages = {
-                n: p.detach().clone()
-                for n, p in self.network.named_parameters()
-                if p.requires_grad
-            }
         if device.type == "cuda":
             self.optimizer.found_inf = self.failed  # type: ignore[attr-defined]  # fused ones skip their update by it
 
@@ -127,7 +118,6 @@ class TrainingStep:
         if self.device.type == "cpu" and bool(self.failed):
             raise FloatingPointError
         self.optimizer.step()
-        self._average()
         self.history.index_copy_(0, self.position, terms[None])
 
     def rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -170,38 +160,6 @@ class TrainingStep:
             )
         return found
 
-    @torch.no_grad()
-    def _average(self) -> None:
-        if self.averages:
-            own = dict(self.network.named_parameters())
-            decay = self.experiment.train.ema or 0.0
-            torch._foreach_lerp_(
-                list(self.averages.values()),
-                [own[n].detach() for n in self.averages],
-                1 - decay,
-            )
-
-    @torch.no_grad()
-    def use(self, values: Mapping[str, Tensor]) -> None:
-        """Give parameters other values, by name."""
-        own = dict(self.network.named_parameters())
-        for name, value in values.items():
-            own[name].copy_(value)
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """The network with its averaged weights, if there are any."""
-        kept = {
-            n: p.detach().clone()
-            for n, p in self.network.named_parameters()
-            if n in self.averages
-        }
-        self.use(self.averages)
-        try:
-            yield
-        finally:
-            self.use(kept)
-
     # --- recording it as a CUDA graph ---
 
     def capture(self, batch: Batch) -> str | None:
@@ -209,7 +167,6 @@ class TrainingStep:
         self.static = tuple(t.clone() for t in batch)
         tensors = [
             *self.network.state_dict().values(),
-            *self.averages.values(),
             self.history,
             self.failed,
         ]
