@@ -236,7 +236,6 @@ class Train(Options):
             learned for tables and data of one's own, 1 for others and where evaluate.noise is given.
         track: what to note of a Gaussian posterior after each epoch: "scales", and "snr", the noise of their gradients
             (see runs/step.py).
-        alternate: train shared parameters and those of patches in turn, so many steps each (EMP paper, C.2).
     """
 
     epochs: Count
@@ -262,7 +261,6 @@ class Train(Options):
     precision: Literal["32", "bf16"] = "32"
     early_stop: EarlyStop | None = None
     track: tuple[Literal["scales", "snr"], ...] = ()
-    alternate: Count | None = None
     snapshots: Snapshots | None = None
 
     @model_validator(mode="after")
@@ -281,14 +279,6 @@ class Train(Options):
         """Weight of the KL in a step."""
         return self.kl.at(step, self.epochs * per_epoch)
 
-    def trained_part(self, step: int) -> str | None:
-        """Which parameters a step trains, "shared" or "patch"; None: all of them."""
-        return (
-            None
-            if self.alternate is None
-            else schedules.alternating(self.alternate)(step)
-        )
-
     def build_optimizer(
         self, model: nn.Module, graph: bool = False
     ) -> torch.optim.Optimizer:
@@ -302,13 +292,7 @@ class Train(Options):
             if isinstance(self.weight_decay, Decay)
             else self.weight_decay
         )
-        groups = param_groups(
-            model,
-            decay,
-            self.optimizer.lr,
-            self.posterior_lr,
-            apart=self.alternate is not None,
-        )
+        groups = param_groups(model, decay, self.optimizer.lr, self.posterior_lr)
         for group in groups:
             group["base_lr"] = group["lr"]
             if graph:
@@ -318,12 +302,10 @@ class Train(Options):
         )
 
 
-def set_rate(
-    optimizer: torch.optim.Optimizer, factor: float, part: str | None = None
-) -> None:
-    """Set every group's learning rate to its own base rate times a factor, or to zero where it has another part."""
+def set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set every group's learning rate to its own base rate times a factor."""
     for group in optimizer.param_groups:
-        rate = group["base_lr"] * factor if part in (None, group.get("part")) else 0.0
+        rate = group["base_lr"] * factor
         if hasattr(group["lr"], "fill_"):  # a tensor, which a graph rereads
             group["lr"].fill_(rate)
         else:

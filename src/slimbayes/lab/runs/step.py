@@ -79,7 +79,7 @@ class TrainingStep:
     def __call__(self, batch: Batch, step: int, kl_weight: float, rate: float) -> None:
         """Train on a batch. On a CPU, FloatingPointError says that a loss is not finite."""
         seed_everything(self.experiment.seed, "step", step)
-        set_rate(self.optimizer, rate, self.experiment.train.trained_part(step))
+        set_rate(self.optimizer, rate)
         self.kl_weight.fill_(kl_weight)
         self.position.fill_(step % self.steps_per_epoch)
         if self.graph is None:
