@@ -172,10 +172,6 @@ def test_methods_by_name_pattern() -> None:
             {"train": {"epochs": "many"}},
             "train.epochs: Input should be a valid integer",
         ),
-        (
-            {"train": {"batch": 10, "accumulate": 3}},
-            "accumulate must divide the batch of 10, got 3",
-        ),
         ({"train": {"early_stop": {}}}, "set data.validation"),
         (
             {"evaluate": {"corruptions": ["fogg"]}},

@@ -80,7 +80,7 @@ def test_resuming_from_an_older_checkpoint_runs_the_lost_steps_again(
 @pytest.mark.parametrize(
     "train",
     [
-        {"clip": 0.1, "accumulate": 2},
+        {"clip": 0.1},
         {"optimizer": {"kind": "SGD", "lr": 0.05}, "schedule": {"kind": "OneCycle"}},
         {
             "early_stop": {"patience": 1}, "epochs": 4, "weight_decay": {"kernels": 0.1, "norms": 0.01},

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from slimbayes.lab.configs.choices import Options
 from slimbayes.train import Form, schedules
@@ -227,7 +227,6 @@ class Train(Options):
         weight_decay: for the network's own parameters, or for kernels, biases and norms apart. Never for factors.
         l2: the penalty of Ensemble Model Patching, instead.
         clip: largest norm of the gradient.
-        accumulate: cut each batch into so many pieces and add their gradients.
         norm_statistics: "member" lets each member keep batch-norm statistics of its own; "shared" is the papers'.
         ensemble_loss: of a deep ensemble; "sum" trains each member as it would train alone, "mean" with a part of the
             rate.
@@ -254,7 +253,6 @@ class Train(Options):
     weight_decay: NotNegative | Decay = 0.0
     l2: L2 | None = None
     clip: Positive | None = None
-    accumulate: Count = 1
     norm_statistics: Literal["shared", "member"] = "shared"
     ensemble_loss: Literal["sum", "mean"] = "sum"
     noise: Positive | Literal["learned", "heteroscedastic"] | None = None
@@ -262,14 +260,6 @@ class Train(Options):
     early_stop: EarlyStop | None = None
     track: tuple[Literal["scales", "snr"], ...] = ()
     snapshots: Snapshots | None = None
-
-    @model_validator(mode="after")
-    def _pieces(self) -> Train:
-        if self.batch % self.accumulate:
-            raise ValueError(
-                f"accumulate must divide the batch of {self.batch}, got {self.accumulate}."
-            )
-        return self
 
     def rate(self, step: int, per_epoch: int) -> float:
         """Learning rate of a step as a multiple of the base rate."""

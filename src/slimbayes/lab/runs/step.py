@@ -91,25 +91,15 @@ class TrainingStep:
 
     def once(self, batch: Batch) -> None:
         """The step itself, without a word from the host."""
-        train, several = self.experiment.train, self.fabric.world_size > 1
-        x, y = self.rows(batch)
+        clip = self.experiment.train.clip
         self.optimizer.zero_grad(set_to_none=True)
-        terms = torch.zeros(3, device=self.device)
-        for index, (inputs, targets) in enumerate(
-            zip(x.chunk(train.accumulate), y.chunk(train.accumulate), strict=True)
-        ):
-            with self.fabric.no_backward_sync(
-                self.call, enabled=several and index < train.accumulate - 1
-            ):
-                found = self._elbo(inputs, targets)
-                self.fabric.backward(
-                    found.loss * (len(self.networks) / train.accumulate)
-                )
-            terms += torch.stack([term.detach() for term in found]) / train.accumulate
-        if train.clip:
+        found = self._elbo(*self.rows(batch))
+        self.fabric.backward(found.loss * len(self.networks))
+        terms = torch.stack([term.detach() for term in found])
+        if clip:
             for parameters in self.networks:
-                torch.nn.utils.clip_grad_norm_(parameters, train.clip)
-        if several:
+                torch.nn.utils.clip_grad_norm_(parameters, clip)
+        if self.fabric.world_size > 1:
             dist.all_reduce(terms)
             terms /= self.fabric.world_size
         self.failed.copy_(

@@ -75,10 +75,9 @@ class Training:
             "data": self.task.sha256,
         }  # what its own checkpoints say
         self.batch = min(experiment.train.batch, len(self.task.train))
-        if self.batch % (fabric.world_size * experiment.train.accumulate):
+        if self.batch % fabric.world_size:
             raise RunError(
-                f"A batch of {self.batch} rows cannot be shared out among {fabric.world_size} processes and "
-                f"{experiment.train.accumulate} pieces evenly."
+                f"A batch of {self.batch} rows cannot be shared out among {fabric.world_size} processes evenly."
             )
         self.steps_per_epoch = len(self.task.train) // self.batch
         self.network = build_network(experiment, self.task, network).to(fabric.device)
