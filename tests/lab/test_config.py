@@ -326,7 +326,7 @@ def test_the_schema_is_closed_and_accepts_what_we_accept() -> None:
 def test_the_hash_leaves_out_what_is_as_usual() -> None:
     """So that an option added later, with a default that changes nothing, does not rename the runs that exist."""
     spelled = with_(
-        train={"norm_statistics": "shared", "clip": None, "draws": 1},
+        train={"form": "average", "clip": None, "draws": 1},
         method={"rank": 1, "draws": "example"},
         seed=0,
     )

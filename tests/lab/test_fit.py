@@ -43,7 +43,6 @@ from slimbayes.lab.runs.folder import (
 )
 from slimbayes.lab.runs.predictor import build_network
 from slimbayes.lab.runs.step import TrainingStep
-from slimbayes.lab.runs.trained import load_run
 from slimbayes.lab.runs.training import Diverged, Training
 from slimbayes.lab.runs.watchers import Bars, Watcher
 from slimbayes.lab.tasks.intake import digits
@@ -256,22 +255,6 @@ def test_keys_are_stable_and_differ() -> None:
 def test_default_folder_names_the_config() -> None:
     chosen = experiment(name="a / <b>")
     assert default_folder(chosen).name == f"a-b-{chosen.hash}"
-
-
-@pytest.mark.slow
-def test_members_may_keep_norm_statistics_of_their_own(tmp_path: Path) -> None:
-    run = fit(experiment(train={"norm_statistics": "member"}), tmp_path / "run", CPU)
-    network = load_run(run, CPU)[1]
-    assert (
-        type(network.get_submodule("norm1").posterior["weight"]).__name__
-        == "MemberNormPosterior"
-    )  # type: ignore[index]
-    with pytest.raises(ValueError, match="converted already"):
-        fit(
-            experiment(train={"norm_statistics": "member"}, method=METHODS["ecmp"]),
-            tmp_path / "other",
-            CPU,
-        )
 
 
 @pytest.mark.slow

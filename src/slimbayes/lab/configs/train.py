@@ -227,7 +227,6 @@ class Train(Options):
         weight_decay: for the network's own parameters, or for kernels, biases and norms apart. Never for factors.
         l2: the penalty of Ensemble Model Patching, instead.
         clip: largest norm of the gradient.
-        norm_statistics: "member" lets each member keep batch-norm statistics of its own; "shared" is the papers'.
         ensemble_loss: of a deep ensemble; "sum" trains each member as it would train alone, "mean" with a part of the
             rate.
         noise: of real targets, in units of their standard deviation: a number; "learned", one number for each target;
@@ -253,7 +252,6 @@ class Train(Options):
     weight_decay: NotNegative | Decay = 0.0
     l2: L2 | None = None
     clip: Positive | None = None
-    norm_statistics: Literal["shared", "member"] = "shared"
     ensemble_loss: Literal["sum", "mean"] = "sum"
     noise: Positive | Literal["learned", "heteroscedastic"] | None = None
     precision: Literal["32", "bf16"] = "32"

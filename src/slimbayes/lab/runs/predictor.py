@@ -70,8 +70,6 @@ def build_network(
     if isinstance(method, Config) and not (network or include or exclude):
         method = method.of_networks_from(afresh)
     built = sb.bayesianize(plain, method, include=include, exclude=exclude)
-    if experiment.train.norm_statistics == "member":
-        sb.bayesianize(built, sb.MemberNorm(members=sb.members(built)), exclude=exclude)
     return with_noise(experiment, facts, built)
 
 
