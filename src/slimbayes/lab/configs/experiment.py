@@ -142,8 +142,7 @@ class Evaluate(Options):
         corruptions: names, or "standard" (all 15), "none".
         shift: sets with the same classes (cifar10h), ood: sets of other classes (cifar100 for cifar10).
         limit: rows of each of these sets at most.
-        bins: of the calibration errors; bins of at most `drop` rows are left out (EMP paper: 20 and 5).
-        noise: standard deviation of real targets' noise in their own units; by default that of training.
+        bins: of the calibration errors.
         examples: so many rows that it is most and least sure of are kept.
     """
 
@@ -162,8 +161,6 @@ class Evaluate(Options):
     ood: tuple[Name, ...] = ()
     limit: Count | None = None
     bins: Annotated[int, Field(ge=1, le=1_000_000)] = 15
-    drop: Annotated[int, Field(ge=0, lt=2**53)] = 0
-    noise: Annotated[float, Field(gt=0)] | None = None
     examples: Annotated[int, Field(ge=0, le=50)] = 8
 
     @property
@@ -206,10 +203,6 @@ class Experiment(Options):
             raise ValueError(
                 "train.early_stop watches validation rows: set data.validation to the share to hold out."
             )
-        if self.evaluate.noise is not None and isinstance(self.noise, str):
-            raise ValueError(
-                f"evaluate.noise is for noise that is a number, but train.noise is {self.noise}."
-            )
         return self
 
     @property
@@ -218,7 +211,7 @@ class Experiment(Options):
         if self.train.noise is not None:
             return self.train.noise
         learns = self.data.source is not None or self.data.name.startswith("uci/")
-        return "learned" if learns and self.evaluate.noise is None else 1.0
+        return "learned" if learns else 1.0
 
     @property
     def resolved(self) -> dict[str, Any]:

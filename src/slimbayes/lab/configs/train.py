@@ -231,7 +231,7 @@ class Train(Options):
             rate.
         noise: of real targets, in units of their standard deviation: a number; "learned", one number for each target;
             or "heteroscedastic", a function of the row, from a network with two outputs for each target. By default
-            learned for tables and data of one's own, 1 for others and where evaluate.noise is given.
+            learned for tables and data of one's own, 1 for others.
         track: what to note of a Gaussian posterior after each epoch: "scales", and "snr", the noise of their gradients
             (see runs/step.py).
     """

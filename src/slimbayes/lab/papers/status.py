@@ -136,7 +136,10 @@ def _place(
 
 
 # Fields that kept records write down at their defaults and that configs no longer have.
-_GONE = {"train": ("ema", "alternate", "accumulate", "norm_statistics")}
+_GONE = {
+    "train": ("ema", "alternate", "accumulate", "norm_statistics"),
+    "evaluate": ("drop", "noise"),
+}
 
 
 def _present(record: Record) -> tuple[Experiment | None, str]:
