@@ -81,7 +81,7 @@ def test_resuming_from_an_older_checkpoint_runs_the_lost_steps_again(
     "train",
     [
         {"clip": 0.1},
-        {"optimizer": {"kind": "SGD", "lr": 0.05}, "schedule": {"kind": "OneCycle"}},
+        {"optimizer": {"kind": "SGD", "lr": 0.05}, "schedule": {"kind": "Step", "milestones": [0.5]}},
         {
             "early_stop": {"patience": 1}, "epochs": 4, "weight_decay": {"kernels": 0.1, "norms": 0.01},
             "schedule": {"kind": "Cosine", "warmup": 1},

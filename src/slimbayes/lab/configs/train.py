@@ -109,30 +109,8 @@ class Cosine(WarmUp):
     end: Share = 0.0
 
     def after_warmup(self, step: int, warm: int, total: int) -> float:
-        return _half_cosine(
-            1.0, self.end, min(1.0, max(0, step - warm) / max(1, total - warm))
-        )
-
-
-class OneCycle(Options):
-    """Rises from 1/`start` of the base rate to it over `rise` of training, then falls to 1/`end`, by half cosines."""
-
-    kind: Literal["OneCycle"]
-    rise: Annotated[float, Field(gt=0, lt=1)] = 0.3
-    start: Positive = 25.0
-    end: Positive = 1e4
-
-    def at(self, step: int, total: int, per_epoch: int) -> float:
-        peak = self.rise * total
-        if step < peak:
-            return _half_cosine(1 / self.start, 1.0, step / peak)
-        return _half_cosine(
-            1.0, 1 / self.end, min(1.0, (step - peak) / max(1, total - peak))
-        )
-
-
-def _half_cosine(start: float, stop: float, done: float) -> float:
-    return stop + (start - stop) * 0.5 * (1 + math.cos(math.pi * done))
+        done = min(1.0, max(0, step - warm) / max(1, total - warm))
+        return self.end + (1 - self.end) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 # --- weights of the KL: each ends at `weight`, the temperature of the posterior, which is one for Bayes' rule ---
@@ -242,9 +220,9 @@ class Train(Options):
     draws: Count = 1
     form: Form = "average"
     optimizer: Annotated[SGD | Adam, Field(discriminator="kind")]
-    schedule: Annotated[
-        Constant | StepDecay | Cosine | OneCycle, Field(discriminator="kind")
-    ] = Constant()
+    schedule: Annotated[Constant | StepDecay | Cosine, Field(discriminator="kind")] = (
+        Constant()
+    )
     kl: Annotated[ConstantKL | LinearKL | StaircaseKL, Field(discriminator="kind")] = (
         ConstantKL()
     )
