@@ -28,7 +28,6 @@ from scipy import stats
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.data import Dataset, Split
 from slimbayes.lab.configs.files import merged, validate
 from slimbayes.lab.configs.train import Train
 from slimbayes.lab.execution import Execution, key
@@ -45,8 +44,6 @@ from slimbayes.lab.runs.predictor import build_network
 from slimbayes.lab.runs.step import TrainingStep
 from slimbayes.lab.runs.training import Diverged, Training
 from slimbayes.lab.runs.watchers import Bars, Watcher
-from slimbayes.lab.tasks.intake import digits
-from slimbayes.lab.tasks.rows import limited
 from slimbayes.lab.tasks.task import open_task
 from slimbayes.report import record
 
@@ -166,24 +163,6 @@ def test_early_stopping_keeps_the_best_epoch(tmp_path: Path) -> None:
     scores = [row["validation_nll"] for row in found.curve]
     assert found.status == "stopped early" and len(scores) < 12
     assert len(scores) - (scores.index(min(scores)) + 1) == 2
-
-
-def nan_data(where: str) -> Dataset:
-    found = digits()
-    train = limited(found.train, 200)
-    x, y = train.x.float() / 255, train.y
-    if where == "inputs":
-        x[17, 0, 3, 3] = float("nan")
-    return Dataset("digits", {"train": Split(x, y), "test": found.test}, found.classes)
-
-
-def test_nan_in_the_data_stops_at_its_step_and_names_it(tmp_path: Path) -> None:
-    chosen = experiment(method=METHODS["plain"], data={"allow_nonfinite": True})
-    with pytest.raises(
-        Diverged,
-        match=r"loss of step [0-3] is not finite. The inputs of row \d+ of the batch hold NaN",
-    ):
-        fit(chosen, tmp_path / "run", CPU, dataset=nan_data("inputs"))
 
 
 def test_nan_in_a_layer_stops_and_names_the_layer_and_keeps_the_last_good_checkpoint(

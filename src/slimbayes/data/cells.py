@@ -8,7 +8,6 @@ Sizes: n rows.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,9 +21,7 @@ from slimbayes.errors import brief
 _MOST = float(np.finfo(np.float32).max)
 Kind = Literal["number", "word", "date"]
 Decimal = Literal["point", "comma"]
-Allow = Literal[
-    "finite", "missing", "any"
-]  # numbers: all there, some missing (NaN), or infinite, too
+Allow = Literal["finite", "missing"]  # numbers: all there, or some missing (NaN)
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "?"})
 # Signs of money or per cent, and what parts thousands: "$1,005.24", "12 €", "1 234,5", "7 %".
 _DRESSED = re.compile(
@@ -82,7 +79,7 @@ def _value(text: str, kind: Kind, decimal: Decimal, allow: Allow) -> str | float
             if other is None
             else f"is no number with a decimal {decimal}"
         )
-    if abs(value) > _MOST and (allow != "any" or math.isfinite(value)):
+    if abs(value) > _MOST:
         raise ValueError("is infinite, or too large for float32")
     return value
 

@@ -91,7 +91,6 @@ class Data(OwnFiles):
             With the augmentation resized_crop, training pictures are cropped at random from the full picture instead.
         bags: of health records; as `slimbayes.data.load` has them where it is left out.
         seed: of these draws; the run's own seed leaves the rows alone.
-        allow_nonfinite: take inputs that are NaN or infinite, which are refused otherwise; the network must know them.
     """
 
     name: Annotated[str, Field(max_length=200)] = ""
@@ -104,7 +103,6 @@ class Data(OwnFiles):
     image_size: Annotated[int, Field(ge=1, le=10_000)] = 224
     bags: Bags | None = None
     seed: Seed = 0
-    allow_nonfinite: bool = False
 
     @model_validator(mode="after")
     def _whole(self) -> Data:

@@ -137,6 +137,7 @@ def _place(
 
 # Fields that kept records write down at their defaults and that configs no longer have.
 _GONE = {
+    "data": ("allow_nonfinite",),
     "train": ("ema", "alternate", "accumulate", "norm_statistics"),
     "evaluate": ("drop", "noise"),
 }
