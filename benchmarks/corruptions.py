@@ -1,4 +1,4 @@
-"""Time to make CIFAR-10-C: 19 corruptions x 5 severities x 10,000 images of 32 x 32.
+"""Time to make CIFAR-10-C: 15 corruptions x 5 severities x 10,000 images of 32 x 32.
 
     python benchmarks/corruptions.py [--device cuda] [--images 10000] [--batch 10000] [--frost FOLDER] [--out FILE]
 
@@ -17,7 +17,7 @@ import torch
 from timing import machine
 from torch import Tensor
 
-from slimbayes.data import CORRUPTIONS, EXTRA, corrupt
+from slimbayes.data import CORRUPTIONS, corrupt
 
 FULL = 10_000
 
@@ -43,7 +43,7 @@ def _wait(images: Tensor) -> None:
 def measure(images: Tensor, batch: int, frost: Path | None) -> dict[str, list[float]]:
     """{corruption: seconds for 10,000 images at severity 1 .. 5}."""
     times: dict[str, list[float]] = {}
-    for name in CORRUPTIONS + EXTRA:
+    for name in CORRUPTIONS:
         try:
             seconds(images[: min(batch, 100)], name, 1, batch, frost)
         except FileNotFoundError as error:

@@ -793,8 +793,8 @@ MUTATIONS = [
     ),
     Mutation(
         "members-share-the-rate",
-        "found.loss * (len(self.networks) / train.accumulate)",
-        "found.loss / train.accumulate",
+        "found.loss * len(self.networks)",
+        "found.loss",
         "lab/test_fit.py -k networks_would_apart",
     ),
     Mutation(

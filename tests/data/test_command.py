@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_cache import mapped, write_mnist, write_yacht
+import torch
+from test_prepared import mapped, write_mnist, write_yacht
 from test_readers import write_binary
 from typer.testing import CliRunner
 
@@ -25,8 +26,7 @@ REAL = Path(
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLIMBAYES_CACHE", "SLIMBAYES_DATA"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("SLIMBAYES_DATA", raising=False)
 
 
 def run(*arguments: str | Path, code: int = 0) -> str:
@@ -91,15 +91,11 @@ def test_check_sees_an_unbalanced_set_of_the_right_size(
     )
 
 
-def test_check_reads_the_files_not_the_cache(tmp_path: Path) -> None:
+def test_check_reads_the_files_of_a_prepared_set_too(tmp_path: Path) -> None:
     root = write_mnist(tmp_path)
     run("prepare", "mnist", "--data-dir", root)
     file = root / "mnist" / "t10k-labels-idx1-ubyte"
-    before = file.stat()
     file.write_bytes(file.read_bytes()[:-1] + b"\x0b")
-    os.utime(
-        file, ns=(before.st_atime_ns, before.st_mtime_ns)
-    )  # the cache would not notice
     assert "record 2: label 11 is not one of 0..9" in run(
         "check", "mnist", "--data-dir", root, code=1
     )
@@ -107,11 +103,13 @@ def test_check_reads_the_files_not_the_cache(tmp_path: Path) -> None:
 
 def test_prepare(tmp_path: Path) -> None:
     root = write_mnist(tmp_path / "data")
-    assert "mnist" in run("prepare", "mnist", "--data-dir", root)
-    data = load("mnist", root)
-    assert len(data.train) == 6 and mapped(root / ".slimbayes-cache" / "mnist")
-    run("prepare", "mnist", "--data-dir", root, "--out", tmp_path / "out")
-    assert (tmp_path / "out" / "train.safetensors").is_file()
+    plain, out = load("mnist", root), tmp_path / "out"
+    assert str(out / "mnist") in run(
+        "prepare", "mnist", "--data-dir", root, "--out", out
+    )
+    assert torch.equal(load("mnist", out).train.x, plain.train.x) and mapped(out)
+    run("prepare", "mnist", "--data-dir", root)
+    assert (root / "mnist" / "train.safetensors").is_file()
 
 
 @pytest.mark.parametrize(

@@ -124,21 +124,6 @@ def typed(given: list[str]) -> None:
     app(given)
 
 
-def test_two_processes_take_turns_between_shared_and_patched_parameters_as_one_does(
-    place: Path,
-) -> None:
-    """Coordinate descent (EMP paper, C.2) with components that are members, so that no pick is drawn."""
-    method = {"kind": "Mixture", "components": 2, "assignment": "model"}
-    tree = merged(SILENT, {"train": {"alternate": 2}}) | {"method": method}
-    (place / "turns.yaml").write_text(yaml.safe_dump(tree))
-    fit(validate(tree), place / "turns-one", CPU)
-    well, said = together(
-        place / "turns.yaml", place / "turns-two", "--strategy", "ddp"
-    )
-    assert well, said[-2000:]
-    check_like(place / "turns-one", place / "turns-two")
-
-
 @pytest.fixture(scope="module")
 def noisy(place: Path) -> Path:
     """Two processes that draw noise, started by the command itself."""

@@ -28,7 +28,6 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.data.archives import map_npy, read_idx, read_npz, read_xz
-from slimbayes.data.cifar import read_cifar_pickle
 from slimbayes.errors import brief
 from slimbayes.lab.configs import yaml_text
 from slimbayes.lab.configs.files import (
@@ -214,7 +213,6 @@ def test_what_is_no_regular_file_is_refused_unopened(
         [
             read_npz,
             read_xz,
-            read_cifar_pickle,
             lambda file: map_npy(file, (None,), "f"),
         ],
         ["pipe", "folder", "device"],

@@ -957,12 +957,6 @@ def test_runs_keep_the_names_they_had_when_noise_was_one() -> None:
     )
     again = validate(validate(table).resolved)
     assert again.noise == "learned" and again.hash == validate(table).hash
-    with pytest.raises(
-        ConfigError, match="evaluate.noise is for noise that is a number"
-    ):
-        validate(
-            merged(table, {"train": {"noise": "learned"}, "evaluate": {"noise": 1.0}})
-        )
 
 
 # --- init ---

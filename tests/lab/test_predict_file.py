@@ -126,14 +126,6 @@ def test_a_blank_line_is_no_row(tmp_path: Path) -> None:
         assert read_rows(tmp_path / "x.csv").tolist() == [[1.0, 2.0]]
 
 
-def test_cells_that_are_missing_or_infinite_go_where_a_network_knows_them(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "x.csv").write_text("a;b\n1;nan\n-inf;\n")
-    (rows,) = row_blocks(tmp_path / "x.csv", ("b", "a"), allow_nonfinite=True)
-    assert np.array_equal(rows, [[np.nan, 1], [np.nan, -np.inf]], equal_nan=True)
-
-
 @pytest.mark.parametrize("name", ["x.csv", "x.npy", "x.npz", "x.png"])
 def test_pipes_are_not_waited_for(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)

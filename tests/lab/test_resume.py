@@ -79,8 +79,8 @@ def test_resuming_from_an_older_checkpoint_runs_the_lost_steps_again(
 @pytest.mark.parametrize(
     "train",
     [
-        {"ema": 0.9, "clip": 0.1, "accumulate": 2},
-        {"optimizer": {"kind": "SGD", "lr": 0.05}, "schedule": {"kind": "OneCycle"}},
+        {"clip": 0.1},
+        {"optimizer": {"kind": "SGD", "lr": 0.05}, "schedule": {"kind": "Step", "milestones": [0.5]}},
         {
             "early_stop": {"patience": 1}, "epochs": 4, "weight_decay": {"kernels": 0.1, "norms": 0.01},
             "schedule": {"kind": "Cosine", "warmup": 1},
@@ -115,7 +115,7 @@ def fit_without_record(chosen: Experiment, folder: Path, resume: bool = False) -
 @pytest.mark.parametrize(
     ("changes", "epoch"),
     [
-        ({"train": {"ema": 0.5}}, 4),
+        ({"train": {"clip": 0.5}}, 4),
         ({"train": {"early_stop": {"patience": 3}}, "data": {"validation": 0.25}}, 3),
     ],
 )

@@ -1,6 +1,5 @@
 """Rows, their scaling and their crops."""
 
-import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 import torch
 from lab_configs import BASE, CPU, MINE, X, dense, experiment, mine
 from test_health import write_text
-from torch import nn
 
 from slimbayes.data import Dataset, Split, load, prepare
 from slimbayes.data.folders import ImageFolder, read_crop, read_square
@@ -21,7 +19,6 @@ from slimbayes.lab.runs.training import Training
 from slimbayes.lab.runs.watchers import Watcher
 from slimbayes.lab.tasks import task as task_module
 from slimbayes.lab.tasks.task import Scaling, open_task
-from slimbayes.report import record
 
 
 def test_scaling_and_limits() -> None:
@@ -80,7 +77,7 @@ def test_a_table_of_ones_own_brings_its_names() -> None:
     ).columns == ("a", "b")
 
 
-def test_a_cache_keeps_the_names(tmp_path: Path) -> None:
+def test_a_prepared_set_keeps_the_names(tmp_path: Path) -> None:
     (tmp_path / "yacht.csv").write_text("a, b,y\n1,2,3\n4,5,6\n")
     fresh = load("uci/yacht", tmp_path)
     prepare("uci/yacht", tmp_path)
@@ -314,7 +311,7 @@ def faulty(fault: str) -> Dataset:
 
 
 @pytest.mark.parametrize(("fault", "told"), [
-    ("nan train", r"mine, train row 17, column 2: the input is nan.*data\.allow_nonfinite"),
+    ("nan train", r"mine, train row 17, column 2: the input is nan.*Fill it in"),
     ("nan test", "mine, test row 5, column 2: the input is nan"),
     ("infinite", "mine, train row 3, column 0: the input is inf"),
     ("label 3", r"mine, train row 5: the label 3 is not one of 0\.\.2"),
@@ -344,53 +341,6 @@ def test_rows_that_cannot_be_used_are_refused_before_training(
         not (tmp_path / "run" / "checkpoints").exists()
         and not (tmp_path / "run" / "steps.csv").exists()
     )
-
-
-class Known(nn.Module):
-    """A network that knows what NaN means."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rest = dense(3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.rest(x.nan_to_num(0.0, 0.0, 0.0))
-
-
-def test_inputs_that_are_not_finite_are_taken_from_those_who_mean_it(
-    tmp_path: Path,
-) -> None:
-    changes = merged(
-        MINE, {"data": {"allow_nonfinite": True}, "train": {"epochs": 1, "batch": 20}}
-    )
-    run = fit(
-        experiment(**changes),
-        tmp_path / "run",
-        CPU,
-        network=Known(),
-        dataset=faulty("nan train"),
-    )
-    assert all(
-        math.isfinite(value)
-        for value in record.read(run).evaluations[0].metrics.values()
-    )
-
-
-def test_a_test_row_that_is_nan_is_not_called_divergence(tmp_path: Path) -> None:
-    changes = merged(
-        MINE, {"data": {"allow_nonfinite": True}, "train": {"epochs": 1, "batch": 20}}
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"outputs for mine test, row 5, are NaN or infinite, as is that row's input",
-    ):
-        fit(
-            experiment(**changes),
-            tmp_path / "run",
-            CPU,
-            network=dense(3),
-            dataset=faulty("nan test"),
-        )
 
 
 def test_a_table_too_small_to_split_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from slimbayes.lab.configs.experiment import Experiment
 from slimbayes.lab.configs.files import load, read_tree, row_names, validate
 from slimbayes.lab.papers.diagnostics import DIAGNOSTICS
 from slimbayes.lab.papers.rows import PaperRow, find, listings
+from slimbayes.lab.papers.status import kept_config
 from slimbayes.lab.runs.predictor import build_network
 from slimbayes.layers.base import BayesLayer
 from slimbayes.models import keras_count
@@ -197,7 +198,7 @@ def test_kept_records_are_those_of_their_tables() -> None:
         seeds = {seed for row in table["rows"] for seed in row["seeds"]}
         known = {row.experiment("small", seed).hash for row in rows for seed in seeds}
         for file in folder.glob("*/record.json"):
-            config = json.loads(file.read_text())["config"]
+            config = kept_config(json.loads(file.read_text())["config"])
             config["train"].setdefault(
                 "ensemble_loss", "mean"
             )  # what it was before it could be chosen

@@ -139,6 +139,15 @@ def test_records_of_another_config_say_what_differs(
     )  # of before these options
     (kept,) = row_statuses(find("toy/table1", [folder]), [tmp_path / "odd"])
     assert kept.remarks == ["odd is another config: it differs in train.batch 50 -> 60"]
+    for decay, remark in ((None, "it differs in train.batch 50 -> 60"), (0.9, "ema")):
+        train = record.config["train"] | {"ema": decay}  # an option that is gone
+        write(
+            tmp_path / "odd" / "record.json",
+            record.model_copy(update={"config": tree | {"train": train}}),
+        )
+        (kept,) = row_statuses(find("toy/table1", [folder]), [tmp_path / "odd"])
+        assert remark in kept.remarks[0]
+        assert ("not valid any more" in kept.remarks[0]) == (decay is not None)
     write(
         tmp_path / "odd" / "record.json",
         record.model_copy(update={"config": tree | {"gone": 1}}),

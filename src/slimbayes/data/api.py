@@ -6,7 +6,6 @@ from slimbayes.data.catalog import load as load
 from slimbayes.data.catalog import load_bags as load_bags
 from slimbayes.data.catalog import prepare as prepare
 from slimbayes.data.corruptions import CORRUPTIONS as CORRUPTIONS
-from slimbayes.data.corruptions import EXTRA as EXTRA
 from slimbayes.data.corruptions import corrupt as corrupt
 from slimbayes.data.dataset import Dataset as Dataset
 from slimbayes.data.dataset import Split as Split
@@ -18,8 +17,8 @@ from slimbayes.data.folders import ImageFolder as ImageFolder
 from slimbayes.data.folders import pad_crop_flip as pad_crop_flip
 from slimbayes.data.folders import resized_crop as resized_crop
 from slimbayes.data.mimic import mimic3 as mimic3
-from slimbayes.data.mimic import mimic4 as mimic4
 from slimbayes.data.physionet import physionet2012 as physionet2012
+from slimbayes.data.prepared import save as save
 from slimbayes.data.stays import Stays as Stays
 from slimbayes.data.stays import mortality as mortality
 from slimbayes.data.uci import Regression as Regression

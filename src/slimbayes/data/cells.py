@@ -7,7 +7,6 @@ Sizes: n rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -28,9 +27,7 @@ from slimbayes.columns import (
 from slimbayes.errors import brief
 
 _MOST = float(np.finfo(np.float32).max)
-Allow = Literal[
-    "finite", "missing", "any"
-]  # numbers: all there, some missing (NaN), or infinite, too
+Allow = Literal["finite", "missing"]  # numbers: all there, or some missing (NaN)
 _CYCLES = {"year": 365.2425, "week": 7.0, "day": 1.0}  # in days
 
 
@@ -81,7 +78,7 @@ def _value(text: str, kind: Kind, decimal: Decimal, allow: Allow) -> str | float
             if other is None
             else f"is no number with a decimal {decimal}"
         )
-    if abs(value) > _MOST and (allow != "any" or math.isfinite(value)):
+    if abs(value) > _MOST:
         raise ValueError("is infinite, or too large for float32")
     return value
 

@@ -113,7 +113,7 @@ class Dataset:
 @dataclass(frozen=True)
 class Found:
     """What a reader recognised in a folder: functions that read it. `files` are those they read: what they give may
-    depend on nothing else. A set that is decoded image by image names none, and cannot be cached."""
+    depend on nothing else. A set that is decoded image by image names none."""
 
     splits: Mapping[str, Callable[[], Split | ImageFolder]]
     classes: tuple[str, ...] = ()

@@ -21,19 +21,6 @@ from slimbayes.untrusted import open_file
 
 DIGITS = tuple("0123456789")
 LETTERS = tuple("ABCDEFGHIJ")
-FASHION = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
-)
-KANA = ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo")
 SEVERITIES = 5
 
 
@@ -109,21 +96,6 @@ def cifar_c(folder: Path, classes: int) -> Found | None:
 
 def _map_images(path: Path, count: int) -> Tensor:
     return torch.from_numpy(map_npy(path, (count, 32, 32, 3), "u")).permute(0, 3, 1, 2)
-
-
-def cifar10_1(folder: Path) -> Found | None:
-    """CIFAR-10.1: cifar10.1_v6_data.npy and _labels.npy are the split "test"; v4, if it is there, is "v4"."""
-
-    def read(data: Path, numbers: Path) -> Split:
-        y = labels(map_npy(numbers, (None,), "ui"), 10, numbers)
-        return Split(_map_images(data, len(y)), y)
-
-    kinds, versions = ("data", "labels"), {"test": "v6", "v4": "v4"}
-    files = {
-        split: [folder / f"cifar10.1_{v}_{kind}.npy" for kind in kinds]
-        for split, v in versions.items()
-    }
-    return Found.of_files(read, files, CIFAR10_CLASSES)
 
 
 def cifar10h(folder: Path, plain: Callable[[], Found]) -> Found | None:

@@ -15,6 +15,7 @@ import slimbayes.data.mimic as mimic
 import slimbayes.data.physionet as physionet
 import slimbayes.data.uci as uci
 from slimbayes.data.dataset import Found
+from slimbayes.data.prepared import find_prepared
 
 _Reader = Callable[[Path], Found | None]
 
@@ -62,40 +63,34 @@ def _table(name: str) -> Source:
     return Source(f"uci/{name}", url, layout, ("uci", "."), (reader,), {"all": rows})
 
 
-def _health(
-    name: str, url: str, release: mimic.Release, folders: tuple[str, ...]
-) -> Source:
-    layout = f"{release.tables['admissions']}.csv[.gz], {release.tables['patients']}.csv[.gz] and other tables"
-    reader = partial(mimic.first_day, release=release)
-    return Source(
-        name, f"https://physionet.org/content/{url}/", layout, folders, (reader,)
-    )
+def _mimic(name: str, url: str, folders: tuple[str, ...]) -> Source:
+    layout = "ADMISSIONS.csv[.gz], PATIENTS.csv[.gz] and other tables"
+    address = f"https://physionet.org/content/{url}/"
+    return Source(name, address, layout, folders, (mimic.first_day,))
 
 
 def _human(folder: Path) -> Found | None:
     return images.cifar10h(folder, cache(lambda: find("cifar10", folder.parent)))
 
 
-_CIFAR10 = [partial(cifar.cifar10, binary=binary) for binary in (True, False)]
 _CIFAR, _FULL = (
     "https://www.cs.toronto.edu/~kriz/cifar.html",
     {"train": 50_000, "test": 10_000},
 )
 _SHEETS = "train-images*.zip, test-images*.zip and labels.npz (sheets)"
 _CORRUPTED = "<corruption>.npy (50000, 32, 32, 3) and labels.npy (50000,)"
-_DEMO = "clinical-database-demo"
 SOURCES = {
     source.name: source
     for source in (
         Source(
-            "cifar10", _CIFAR, f"data_batch_1..5 and test_batch, all .bin (binary) or none (python), or {_SHEETS}",
-            ("cifar10", "cifar-10-batches-bin", "cifar-10-batches-py"),
-            (*_CIFAR10, partial(cifar.sheets, names=cifar.CIFAR10_CLASSES)), _FULL, True,
+            "cifar10", _CIFAR, f"data_batch_1..5.bin and test_batch.bin (the binary version), or {_SHEETS}",
+            ("cifar10", "cifar-10-batches-bin"),
+            (cifar.binary10, partial(cifar.sheets, names=cifar.CIFAR10_CLASSES)), _FULL, True,
         ),
         Source(
-            "cifar100", _CIFAR, f"train.bin and test.bin, train, test and meta (python), or {_SHEETS}",
-            ("cifar100", "cifar-100-binary", "cifar-100-python"),
-            (cifar.binary100, cifar.python100, cifar.sheets), _FULL, True,
+            "cifar100", _CIFAR, f"train.bin and test.bin (the binary version), or {_SHEETS}",
+            ("cifar100", "cifar-100-binary"),
+            (cifar.binary100, cifar.sheets), _FULL, True,
         ),
         Source(
             "cifar10-c", "https://zenodo.org/records/2535967", _CORRUPTED,
@@ -106,17 +101,11 @@ SOURCES = {
             ("CIFAR-100-C", "cifar100-c"), (partial(images.cifar_c, classes=100),),
         ),
         Source(
-            "cifar10.1", "https://github.com/modestyachts/CIFAR-10.1", "cifar10.1_v6_{data,labels}.npy",
-            ("CIFAR-10.1", "cifar10.1", "CIFAR-10.1/datasets"), (images.cifar10_1,), {"test": 2000, "v4": 2021},
-        ),
-        Source(
             "cifar10h", "https://github.com/jcpeterson/cifar-10h",
             "cifar10h-counts.npy, cifar10h-probs.npy or cifar10h_counts.npz, and CIFAR-10 beside it for the images",
             ("cifar10h", "cifar-10h"), (_human,), {"test": 10_000, "counts": 10_000},
         ),
         _idx("mnist", "https://yann.lecun.com/exdb/mnist", "MNIST/raw", images.DIGITS, balanced=False),
-        _idx("fashion-mnist", "https://github.com/zalandoresearch/fashion-mnist", "FashionMNIST/raw", images.FASHION),
-        _idx("kmnist", "https://codh.rois.ac.jp/kmnist", "KMNIST/raw", images.KANA),
         _idx("notmnist", "https://github.com/davidflanagan/notMNIST-to-MNIST", "notMNIST", images.LETTERS),
         Source(
             "svhn", "http://ufldl.stanford.edu/housenumbers", "{train,test,extra}_32x32.mat",
@@ -140,10 +129,8 @@ SOURCES = {
             "set-{a,b,c}/<RecordID>.txt with Outcomes-{a,b,c}.txt, or challenge2012.npz.xz",
             ("physionet2012",), (physionet.bags,), {"train": 4000, "validation": 4000, "test": 4000},
         ),
-        _health("mimic3", "mimiciii", mimic.MIMIC3, ("mimic3", "mimic-iii", "mimic-iii-clinical-database-1.4")),
-        _health("mimic3-demo", "mimiciii-demo", mimic.MIMIC3, ("mimic3_demo", f"mimic-iii-{_DEMO}-1.4")),
-        _health("mimic4", "mimiciv", mimic.MIMIC4, ("mimic4", "mimic-iv", "mimiciv")),
-        _health("mimic4-demo", "mimic-iv-demo", mimic.MIMIC4, ("mimic4_demo", f"mimic-iv-{_DEMO}-2.2")),
+        _mimic("mimic3", "mimiciii", ("mimic3", "mimic-iii", "mimic-iii-clinical-database-1.4")),
+        _mimic("mimic3-demo", "mimiciii-demo", ("mimic3_demo", "mimic-iii-clinical-database-demo-1.4")),
         *map(_table, uci.UCI),
     )
 }  # fmt: skip
@@ -159,7 +146,14 @@ def root_folder(root: Path | str | None) -> Path:
 
 
 def find(name: str, root: Path | str | None) -> Found:
-    """What the first reader that knows the files of a set under `root` makes of them."""
+    """A set under `root`: as it was prepared, or else as the first reader that knows its files finds it."""
+    if name not in SOURCES:
+        raise ValueError(f"Unknown data set {name!r}; known are {', '.join(SOURCES)}.")
+    return find_prepared(name, root_folder(root)) or find_files(name, root)
+
+
+def find_files(name: str, root: Path | str | None) -> Found:
+    """What the first reader that knows the files of a set under `root` makes of them, prepared or not."""
     if name not in SOURCES:
         raise ValueError(f"Unknown data set {name!r}; known are {', '.join(SOURCES)}.")
     source = SOURCES[name]

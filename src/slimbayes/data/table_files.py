@@ -99,11 +99,10 @@ def number_blocks(
     file: Path,
     columns: Sequence[str] | None = None,
     header: bool | None = None,
-    allow: Allow = "finite",
 ) -> Iterator[np.ndarray]:
     """The named columns, or all, of a table of numbers: float32 (n, P), some rows at a time."""
     chosen = column_names(file, header) if columns is None else columns
-    for frame in frames(file, dict.fromkeys(chosen, "number"), header, allow=allow):
+    for frame in frames(file, dict.fromkeys(chosen, "number"), header, allow="finite"):
         yield np.stack(list(frame.values()), 1).astype(np.float32)
 
 

@@ -206,10 +206,10 @@ def export(
 
 COMMANDS = (diagnose, stack, predict, export)
 
-# --- slimbayes data: what sets are there, whether they are the published ones (exit code 1 if not), and their cache ---
+# --- slimbayes data: what sets are there, whether they are the published ones (exit code 1 if not), and converting them ---
 
 app = typer.Typer(
-    help="Data sets on disk: list them, check them, keep them as arrays.",
+    help="Data sets on disk: list them, check them, convert them to arrays.",
     no_args_is_help=True,
 )
 
@@ -286,19 +286,12 @@ def prepare(
     data_dir: DataDir = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder; <data-dir>/.slimbayes-cache/<name> by default."),
+        typer.Option(
+            help="Data folder to write <name>/ to; the --data-dir by default."
+        ),
     ] = None,
 ) -> None:
-    """Keep a set as arrays that are mapped into memory instead of read."""
+    """Convert a set once to arrays that are mapped into memory instead of read."""
     from slimbayes.data import prepare as prepare_
-    from slimbayes.lab.runs.watchers import Bars
 
-    with Bars(name) as bars:
-
-        def show(done: int, total: int, split: str) -> None:
-            if not done:
-                bars.begin("as arrays", total)
-            bars.move(done, split)
-
-        folder = prepare_(name, data_dir, out, show)
-    typer.echo(str(folder))
+    typer.echo(str(prepare_(name, data_dir, out)))

@@ -31,16 +31,6 @@ def impulse_noise(x: Tensor, draw: RandomNumbers, amount: float) -> Tensor:
     return torch.where(u < amount, (u < amount / 2).to(x.dtype), x)
 
 
-def speckle_noise(x: Tensor, draw: RandomNumbers, std: float) -> Tensor:
-    """x + x N(0, std^2)."""
-    return x + x * draw.normal(*x.shape, std=std)
-
-
-def gaussian_blur(x: Tensor, draw: RandomNumbers, sigma: float) -> Tensor:
-    """A Gaussian of `sigma` pixels, edges repeated."""
-    return filters.gaussian(x, sigma)
-
-
 def disk(radius: float, alias: float) -> Tensor:
     """A disk whose rim is softened by a small Gaussian of width `alias`, without its empty margin.
 
@@ -127,20 +117,6 @@ def contrast(x: Tensor, draw: RandomNumbers, factor: float) -> Tensor:
     """Pull every channel towards its mean."""
     mean = x.mean((2, 3), keepdim=True)
     return (x - mean) * factor + mean
-
-
-def saturate(x: Tensor, draw: RandomNumbers, factor: float, offset: float) -> Tensor:
-    """S' = clip(factor S + offset) of hue, saturation and value, written without the hue.
-
-    A colour is V - V S k, where k in [0, 1] says how far each channel lies from the largest one and holds the hue.
-    Quirk: gray has no hue, the reference takes hue 0 for it, so an offset paints gray red.
-    """
-    value = x.amax(1, keepdim=True)
-    chroma = value - x.amin(1, keepdim=True)
-    red = x.new_tensor([0.0, 1.0, 1.0]).view(1, 3, 1, 1)
-    k = torch.where(chroma > 0, (value - x) / chroma, red)
-    saturation = torch.where(value > 0, chroma / value, 0)
-    return value * (1 - (saturation * factor + offset).clamp(0, 1) * k)
 
 
 def elastic_transform(

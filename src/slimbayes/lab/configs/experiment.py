@@ -36,12 +36,11 @@ from slimbayes.posteriors import METHODS
 from slimbayes.posteriors.configs.base import Config
 
 FORMAT: Final = 1
-# Names of slimbayes.data.CORRUPTIONS and EXTRA, which need torch; a test compares.
+# Names of slimbayes.data.CORRUPTIONS, which need torch; a test compares.
 CORRUPTIONS = (
     "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow",
     "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression",
 )  # fmt: skip
-EXTRA = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
 
 
 def _compiles(text: str) -> str:
@@ -92,7 +91,6 @@ class Data(OwnFiles):
             With the augmentation resized_crop, training pictures are cropped at random from the full picture instead.
         bags: of health records; as `slimbayes.data.load` has them where it is left out.
         seed: of these draws; the run's own seed leaves the rows alone.
-        allow_nonfinite: take inputs that are NaN or infinite, which are refused otherwise; the network must know them.
     """
 
     name: Annotated[str, Field(max_length=200)] = ""
@@ -105,7 +103,6 @@ class Data(OwnFiles):
     image_size: Annotated[int, Field(ge=1, le=10_000)] = 224
     bags: Bags | None = None
     seed: Seed = 0
-    allow_nonfinite: bool = False
 
     @model_validator(mode="after")
     def _whole(self) -> Data:
@@ -140,11 +137,10 @@ class Evaluate(Options):
             "exact" runs every network that the picks of a method can make, once (EMP paper, B.4); the record then has
             their number.
         batch: rows at once.
-        corruptions: names, or "standard" (15), "all" (19), "none".
-        shift: sets with the same classes (cifar10.1), ood: sets of other classes (cifar100 for cifar10).
+        corruptions: names, or "standard" (all 15), "none".
+        shift: sets with the same classes (cifar10h), ood: sets of other classes (cifar100 for cifar10).
         limit: rows of each of these sets at most.
-        bins: of the calibration errors; bins of at most `drop` rows are left out (EMP paper: 20 and 5).
-        noise: standard deviation of real targets' noise in their own units; by default that of training.
+        bins: of the calibration errors.
         examples: so many rows that it is most and least sure of are kept.
     """
 
@@ -155,7 +151,7 @@ class Evaluate(Options):
         ]
     ) = (1,)
     batch: Count = 500
-    corruptions: Literal["none", "standard", "all"] | tuple[str, ...] = "none"
+    corruptions: Literal["none", "standard"] | tuple[str, ...] = "none"
     severities: Annotated[
         tuple[Annotated[int, Field(ge=1, le=5)], ...], Field(min_length=1)
     ] = (1, 2, 3, 4, 5)
@@ -163,13 +159,11 @@ class Evaluate(Options):
     ood: tuple[Name, ...] = ()
     limit: Count | None = None
     bins: Annotated[int, Field(ge=1, le=1_000_000)] = 15
-    drop: Annotated[int, Field(ge=0, lt=2**53)] = 0
-    noise: Annotated[float, Field(gt=0)] | None = None
     examples: Annotated[int, Field(ge=0, le=50)] = 8
 
     @property
     def corruption_names(self) -> tuple[str, ...]:
-        named = {"none": (), "standard": CORRUPTIONS, "all": (*CORRUPTIONS, *EXTRA)}
+        named = {"none": (), "standard": CORRUPTIONS}
         return (
             named[self.corruptions]
             if isinstance(self.corruptions, str)
@@ -179,9 +173,9 @@ class Evaluate(Options):
     @model_validator(mode="after")
     def _known(self) -> Evaluate:
         for name in self.corruption_names:
-            if name not in (*CORRUPTIONS, *EXTRA):
+            if name not in CORRUPTIONS:
                 raise ValueError(
-                    f"unknown corruption {brief(name)}{did_you_mean(name, (*CORRUPTIONS, *EXTRA))}"
+                    f"unknown corruption {brief(name)}{did_you_mean(name, CORRUPTIONS)}"
                 )
         return self
 
@@ -207,10 +201,6 @@ class Experiment(Options):
             raise ValueError(
                 "train.early_stop watches validation rows: set data.validation to the share to hold out."
             )
-        if self.evaluate.noise is not None and isinstance(self.noise, str):
-            raise ValueError(
-                f"evaluate.noise is for noise that is a number, but train.noise is {self.noise}."
-            )
         return self
 
     @property
@@ -219,7 +209,7 @@ class Experiment(Options):
         if self.train.noise is not None:
             return self.train.noise
         learns = self.data.source is not None or self.data.name.startswith("uci/")
-        return "learned" if learns and self.evaluate.noise is None else 1.0
+        return "learned" if learns else 1.0
 
     @property
     def resolved(self) -> dict[str, Any]:
@@ -305,7 +295,7 @@ def with_former_rules(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     if (
         not isinstance(train, Mapping)
         or "ensemble_loss" in train
-        or not {"clip", "ema", "early_stop"} <= train.keys()
+        or not {"clip", "early_stop", "l2", "form"} <= train.keys()
     ):
         return tree
     return {**tree, "train": {**train, "ensemble_loss": "mean"}}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from slimbayes.lab.configs.choices import Options
 from slimbayes.train import Form, schedules
@@ -109,30 +109,8 @@ class Cosine(WarmUp):
     end: Share = 0.0
 
     def after_warmup(self, step: int, warm: int, total: int) -> float:
-        return _half_cosine(
-            1.0, self.end, min(1.0, max(0, step - warm) / max(1, total - warm))
-        )
-
-
-class OneCycle(Options):
-    """Rises from 1/`start` of the base rate to it over `rise` of training, then falls to 1/`end`, by half cosines."""
-
-    kind: Literal["OneCycle"]
-    rise: Annotated[float, Field(gt=0, lt=1)] = 0.3
-    start: Positive = 25.0
-    end: Positive = 1e4
-
-    def at(self, step: int, total: int, per_epoch: int) -> float:
-        peak = self.rise * total
-        if step < peak:
-            return _half_cosine(1 / self.start, 1.0, step / peak)
-        return _half_cosine(
-            1.0, 1 / self.end, min(1.0, (step - peak) / max(1, total - peak))
-        )
-
-
-def _half_cosine(start: float, stop: float, done: float) -> float:
-    return stop + (start - stop) * 0.5 * (1 + math.cos(math.pi * done))
+        done = min(1.0, max(0, step - warm) / max(1, total - warm))
+        return self.end + (1 - self.end) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 # --- weights of the KL: each ends at `weight`, the temperature of the posterior, which is one for Bayes' rule ---
@@ -227,17 +205,13 @@ class Train(Options):
         weight_decay: for the network's own parameters, or for kernels, biases and norms apart. Never for factors.
         l2: the penalty of Ensemble Model Patching, instead.
         clip: largest norm of the gradient.
-        accumulate: cut each batch into so many pieces and add their gradients.
-        norm_statistics: "member" lets each member keep batch-norm statistics of its own; "shared" is the papers'.
         ensemble_loss: of a deep ensemble; "sum" trains each member as it would train alone, "mean" with a part of the
             rate.
         noise: of real targets, in units of their standard deviation: a number; "learned", one number for each target;
             or "heteroscedastic", a function of the row, from a network with two outputs for each target. By default
-            learned for tables and data of one's own, 1 for others and where evaluate.noise is given.
-        ema: decay of a running average of the weights, which is what is evaluated and saved.
+            learned for tables and data of one's own, 1 for others.
         track: what to note of a Gaussian posterior after each epoch: "scales", and "snr", the noise of their gradients
             (see runs/step.py).
-        alternate: train shared parameters and those of patches in turn, so many steps each (EMP paper, C.2).
     """
 
     epochs: Count
@@ -246,9 +220,9 @@ class Train(Options):
     draws: Count = 1
     form: Form = "average"
     optimizer: Annotated[SGD | Adam, Field(discriminator="kind")]
-    schedule: Annotated[
-        Constant | StepDecay | Cosine | OneCycle, Field(discriminator="kind")
-    ] = Constant()
+    schedule: Annotated[Constant | StepDecay | Cosine, Field(discriminator="kind")] = (
+        Constant()
+    )
     kl: Annotated[ConstantKL | LinearKL | StaircaseKL, Field(discriminator="kind")] = (
         ConstantKL()
     )
@@ -256,24 +230,12 @@ class Train(Options):
     weight_decay: NotNegative | Decay = 0.0
     l2: L2 | None = None
     clip: Positive | None = None
-    accumulate: Count = 1
-    norm_statistics: Literal["shared", "member"] = "shared"
     ensemble_loss: Literal["sum", "mean"] = "sum"
     noise: Positive | Literal["learned", "heteroscedastic"] | None = None
     precision: Literal["32", "bf16"] = "32"
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     early_stop: EarlyStop | None = None
     track: tuple[Literal["scales", "snr"], ...] = ()
-    alternate: Count | None = None
     snapshots: Snapshots | None = None
-
-    @model_validator(mode="after")
-    def _pieces(self) -> Train:
-        if self.batch % self.accumulate:
-            raise ValueError(
-                f"accumulate must divide the batch of {self.batch}, got {self.accumulate}."
-            )
-        return self
 
     def rate(self, step: int, per_epoch: int) -> float:
         """Learning rate of a step as a multiple of the base rate."""
@@ -282,14 +244,6 @@ class Train(Options):
     def kl_weight(self, step: int, per_epoch: int) -> float:
         """Weight of the KL in a step."""
         return self.kl.at(step, self.epochs * per_epoch)
-
-    def trained_part(self, step: int) -> str | None:
-        """Which parameters a step trains, "shared" or "patch"; None: all of them."""
-        return (
-            None
-            if self.alternate is None
-            else schedules.alternating(self.alternate)(step)
-        )
 
     def build_optimizer(
         self, model: nn.Module, graph: bool = False
@@ -304,13 +258,7 @@ class Train(Options):
             if isinstance(self.weight_decay, Decay)
             else self.weight_decay
         )
-        groups = param_groups(
-            model,
-            decay,
-            self.optimizer.lr,
-            self.posterior_lr,
-            apart=self.alternate is not None,
-        )
+        groups = param_groups(model, decay, self.optimizer.lr, self.posterior_lr)
         for group in groups:
             group["base_lr"] = group["lr"]
             if graph:
@@ -320,12 +268,10 @@ class Train(Options):
         )
 
 
-def set_rate(
-    optimizer: torch.optim.Optimizer, factor: float, part: str | None = None
-) -> None:
-    """Set every group's learning rate to its own base rate times a factor, or to zero where it has another part."""
+def set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set every group's learning rate to its own base rate times a factor."""
     for group in optimizer.param_groups:
-        rate = group["base_lr"] * factor if part in (None, group.get("part")) else 0.0
+        rate = group["base_lr"] * factor
         if hasattr(group["lr"], "fill_"):  # a tensor, which a graph rereads
             group["lr"].fill_(rate)
         else:

@@ -162,7 +162,7 @@ def _log_likelihoods(
     """Log-likelihoods of rows in their own units under each draw, (S, N), and scores of each row, (N,), by name."""
     by_draw: list[Tensor] = []
     by_row: dict[str, list[Tensor]] = {}
-    for found, y in predictor.with_training_noise().predictions(rows, "elbo", [draws]):
+    for found, y in predictor.predictions(rows, "elbo", [draws]):
         p = found[draws]
         logs = p.draw_log_prob(y)
         by_draw.append(logs.flatten(2).sum(-1) if logs.dim() > 2 else logs)

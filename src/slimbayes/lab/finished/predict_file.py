@@ -27,7 +27,6 @@ from torch import Tensor
 from slimbayes.columns import number_in
 from slimbayes.data import Split
 from slimbayes.data.archives import DAMAGE, checked_zip, npy_blocks
-from slimbayes.data.cells import Allow
 from slimbayes.data.folders import ENDINGS, decode, read_square
 from slimbayes.data.table_files import cell_lines, number_blocks
 from slimbayes.files import replacing
@@ -80,9 +79,9 @@ def _rows(inputs: Path, predictor: Predictor) -> Iterator[Tensor]:
         blocks = task.reader.blocks(inputs)
     else:
         size = data.image_size if data.images else None
-        blocks = row_blocks(inputs, task.columns, data.allow_nonfinite, size)
+        blocks = row_blocks(inputs, task.columns, size)
     for block in blocks:
-        yield check_and_fit(block, task, str(inputs), first, data.allow_nonfinite)
+        yield check_and_fit(block, task, str(inputs), first)
         first += len(block)
 
 
@@ -92,7 +91,6 @@ def _rows(inputs: Path, predictor: Predictor) -> Iterator[Tensor]:
 def row_blocks(
     file: Path,
     columns: Sequence[str] = (),
-    allow_nonfinite: bool = False,
     size: int | None = None,
 ) -> Iterator[Tensor]:
     """Rows of a file: an array of .npy or of .npz (named x, or its only one), numbers of a .csv, or images.
@@ -100,7 +98,6 @@ def row_blocks(
     Args:
         columns: the training data's names, if they had any: a csv with names must have these, and gets their order.
         size: make images squares of so many pixels, as those of training were; by default they stay as they are.
-        allow_nonfinite: take cells of a csv that are NaN or infinite.
 
     Shape: blocks of (n, ...), at least one.
     """
@@ -111,7 +108,7 @@ def row_blocks(
             file, decode if size is None else partial(read_square, size=size)
         )
     if file.suffix == ".csv":
-        return _csv_blocks(file, columns, "any" if allow_nonfinite else "finite")
+        return _csv_blocks(file, columns)
     if file.suffix not in (".npy", ".npz"):
         raise ValueError(
             f"{file}: rows come as .npy, .npz, .csv, an image or a folder of images."
@@ -168,7 +165,7 @@ def _image_blocks(path: Path, read: Callable[[Path], Tensor]) -> Iterator[Tensor
         yield torch.stack(images)
 
 
-def _csv_blocks(file: Path, columns: Sequence[str], allow: Allow) -> Iterator[Tensor]:
+def _csv_blocks(file: Path, columns: Sequence[str]) -> Iterator[Tensor]:
     """Rows of a csv in the order of `columns`. A first line of numbers is a row, unless they are the columns' names."""
     first = next(cell_lines(file), (1, []))[1]
     named = columns and (
@@ -177,7 +174,7 @@ def _csv_blocks(file: Path, columns: Sequence[str], allow: Allow) -> Iterator[Te
     if named:
         check_names(f"{file}, line 1", first, columns)
     for block in number_blocks(
-        file, columns if named else None, True if named else None, allow
+        file, columns if named else None, True if named else None
     ):
         yield torch.from_numpy(block)
 
@@ -185,9 +182,7 @@ def _csv_blocks(file: Path, columns: Sequence[str], allow: Allow) -> Iterator[Te
 # --- what a network takes ---
 
 
-def check_and_fit(
-    x: Tensor, task: Task, source: str, first: int = 0, allow_nonfinite: bool = False
-) -> Tensor:
+def check_and_fit(x: Tensor, task: Task, source: str, first: int = 0) -> Tensor:
     """Rows in the shape and type that the network was trained on, or an error that says what does not fit.
 
     `first` is the number of the first row in its file.
@@ -204,13 +199,12 @@ def check_and_fit(
         raise ValueError(
             f"{source}: each row must have shape {tuple(like.shape[1:])}, as in training, got {tuple(x.shape[1:])}."
         )
-    if not allow_nonfinite:
-        _refuse(
-            ~x.isfinite(),
-            first,
-            source,
-            "NaN or infinity, so nothing can be said about it",
-        )
+    _refuse(
+        ~x.isfinite(),
+        first,
+        source,
+        "NaN or infinity, so nothing can be said about it",
+    )
     if task.images and x.is_floating_point():
         low, high = float(x.min()), float(x.max())
         if low < 0 or high > 1:

@@ -135,10 +135,36 @@ def _place(
     nearest.remarks.append(f"{file.parent.name or file.name} is another config: {why}")
 
 
+# Fields that kept records write down and that configs no longer have, with the values that changed nothing.
+_GONE: dict[str, dict[str, Any]] = {
+    "data": {"allow_nonfinite": False},
+    "train": {
+        "ema": None,
+        "alternate": None,
+        "accumulate": 1,
+        "norm_statistics": "shared",
+    },
+    "evaluate": {"drop": 0, "noise": None},
+}
+
+
+def kept_config(written: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a kept record, without fields that are gone and changed nothing."""
+    config = dict(written)
+    for part, gone in _GONE.items():
+        if isinstance(config.get(part), Mapping):
+            config[part] = {
+                name: value
+                for name, value in config[part].items()
+                if name not in gone or value != gone[name]
+            }
+    return config
+
+
 def _present(record: Record) -> tuple[Experiment | None, str]:
     """The record's own config as it reads today, or what is wrong with it."""
     try:
-        return validate(record.config), ""
+        return validate(kept_config(record.config)), ""
     except ConfigError as error:
         return None, cut(" ".join(str(error).split()), most=200)
 

@@ -1,6 +1,6 @@
 """The state of a training run between two steps: safetensors and JSON, whole or not there, a sha256 for each file.
 
-    checkpoints/step-00000120/   tensors.safetensors (network, optimizer, averages, losses of the epoch), state.json
+    checkpoints/step-00000120/   tensors.safetensors (network, optimizer, losses of the epoch), state.json
 
 No state of a random generator is in it: noise and order are functions of the step. Of sharded models every
 process takes part in saving and loading, and the file holds whole tensors, so that it fits any number of processes.

@@ -150,8 +150,6 @@ def build_network(
     if isinstance(method, Config) and not (network or include or exclude):
         method = method.of_networks_from(afresh)
     built = sb.bayesianize(plain, method, include=include, exclude=exclude)
-    if experiment.train.norm_statistics == "member":
-        sb.bayesianize(built, sb.MemberNorm(members=sb.members(built)), exclude=exclude)
     return with_noise(experiment, facts, built)
 
 
@@ -238,28 +236,14 @@ class Predictor(NamedTuple):
         return LIKELIHOODS[self.likelihood].discrete
 
     @property
-    def noise(self) -> float | Tensor:
-        """Standard deviation of the noise in the units that the network was trained in."""
-        own, units = self.experiment.evaluate.noise, self.task.y_std
-        if self.discrete:
-            return 0.0
-        return (
-            self.training_noise
-            if own is None
-            else own / (1.0 if units is None else units)
-        )
+    def noise(self) -> float:
+        """Standard deviation of real targets' noise in the units that the network was trained in."""
+        return 0.0 if self.discrete else self.training_noise
 
     @property
     def training_noise(self) -> float:
         """The same in training; one where the network says it, in units of the targets' deviation."""
         return 1.0 if isinstance(self.experiment.noise, str) else self.experiment.noise
-
-    def with_training_noise(self) -> Predictor:
-        """The same, to be judged under the noise of training whatever the evaluation says."""
-        evaluate = self.experiment.evaluate.model_copy(update={"noise": None})
-        return self._replace(
-            experiment=self.experiment.model_copy(update={"evaluate": evaluate})
-        )
 
     def asked_draws(self) -> list[int]:
         """The numbers of draws that the config asks for; of "exact" how many networks each member can be."""
@@ -426,7 +410,6 @@ class Predictor(NamedTuple):
             members,
             binary,
             self.device,
-            chosen.drop,
         )
 
     def scores_after(self, epoch: int, workers: int = 0) -> dict[str, float]:
@@ -454,9 +437,7 @@ class Predictor(NamedTuple):
     def _validation(self, workers: int) -> dict[str, float]:
         """NLL, and accuracy or RMSE, of the validation rows in the units of training."""
         assert self.task.validation is not None
-        standardised = self.with_training_noise()._replace(
-            task=replace(self.task, y_mean=None, y_std=None)
-        )
+        standardised = self._replace(task=replace(self.task, y_mean=None, y_std=None))
         rows, name = self.task.validation, self.task.name
         (made,) = standardised.score(
             rows, [1], name, "validation", workers=workers, brief=True

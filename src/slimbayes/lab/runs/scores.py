@@ -131,16 +131,15 @@ def class_scores(
     members: int,
     binary: bool,
     device: torch.device,
-    drop: int = 0,
 ) -> Scores:
-    """Scores of predicted classes; bins of at most `drop` rows do not count."""
+    """Scores of predicted classes."""
     from slimbayes.metrics.streaming import (
         GivenMean,
     )  # torchmetrics takes as long to import as torch
 
     whole = {
         "accuracy": metrics.Accuracy(), "nll": metrics.NLL(), "brier": metrics.Brier(),
-        "ece": metrics.ECE(bins, drop), "mce": metrics.MCE(bins, drop), "adaptive_ece": metrics.AdaptiveECE(bins),
+        "ece": metrics.ECE(bins), "mce": metrics.MCE(bins), "adaptive_ece": metrics.AdaptiveECE(bins),
         "classwise_ece": metrics.ClasswiseECE(classes, bins), "aurc": metrics.AURC(),
     }  # fmt: skip
     whole |= {"top5": metrics.TopK(5)} if classes > 5 else {}

@@ -9,8 +9,7 @@ Sizes: B rows of a step, S draws.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +47,6 @@ class TrainingStep:
         call: the network as it is run: perhaps compiled, and inside a process group's wrapper.
         history: loss, nll and KL of each step of the epoch, (steps, 3), on the device.
         failed: zero, and one from the first loss on that is not finite; updates stop with it.
-        averages: running averages of the parameters by name, if asked for.
         networks: parameters of each of those that share nothing; their losses are summed, and their mean is noted.
     """
 
@@ -75,20 +73,13 @@ class TrainingStep:
         self.networks = (
             networks_of(self.network) if summed else [list(self.network.parameters())]
         )
-        self.averages: dict[str, Tensor] = {}
-        if self.experiment.train.ema:
-            self.averages = {
-                n: p.detach().clone()
-                for n, p in self.network.named_parameters()
-                if p.requires_grad
-            }
         if device.type == "cuda":
             self.optimizer.found_inf = self.failed  # type: ignore[attr-defined]  # fused ones skip their update by it
 
     def __call__(self, batch: Batch, step: int, kl_weight: float, rate: float) -> None:
         """Train on a batch. On a CPU, FloatingPointError says that a loss is not finite."""
         seed_everything(self.experiment.seed, "step", step)
-        set_rate(self.optimizer, rate, self.experiment.train.trained_part(step))
+        set_rate(self.optimizer, rate)
         self.kl_weight.fill_(kl_weight)
         self.position.fill_(step % self.steps_per_epoch)
         if self.graph is None:
@@ -100,25 +91,15 @@ class TrainingStep:
 
     def once(self, batch: Batch) -> None:
         """The step itself, without a word from the host."""
-        train, several = self.experiment.train, self.fabric.world_size > 1
-        x, y = self.rows(batch)
+        clip = self.experiment.train.clip
         self.optimizer.zero_grad(set_to_none=True)
-        terms = torch.zeros(3, device=self.device)
-        for index, (inputs, targets) in enumerate(
-            zip(x.chunk(train.accumulate), y.chunk(train.accumulate), strict=True)
-        ):
-            with self.fabric.no_backward_sync(
-                self.call, enabled=several and index < train.accumulate - 1
-            ):
-                found = self._elbo(inputs, targets)
-                self.fabric.backward(
-                    found.loss * (len(self.networks) / train.accumulate)
-                )
-            terms += torch.stack([term.detach() for term in found]) / train.accumulate
-        if train.clip:
+        found = self._elbo(*self.rows(batch))
+        self.fabric.backward(found.loss * len(self.networks))
+        terms = torch.stack([term.detach() for term in found])
+        if clip:
             for parameters in self.networks:
-                torch.nn.utils.clip_grad_norm_(parameters, train.clip)
-        if several:
+                torch.nn.utils.clip_grad_norm_(parameters, clip)
+        if self.fabric.world_size > 1:
             dist.all_reduce(terms)
             terms /= self.fabric.world_size
         self.failed.copy_(
@@ -127,7 +108,6 @@ class TrainingStep:
         if self.device.type == "cpu" and bool(self.failed):
             raise FloatingPointError
         self.optimizer.step()
-        self._average()
         self.history.index_copy_(0, self.position, terms[None])
 
     def rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -171,38 +151,6 @@ class TrainingStep:
             )
         return found
 
-    @torch.no_grad()
-    def _average(self) -> None:
-        if self.averages:
-            own = dict(self.network.named_parameters())
-            decay = self.experiment.train.ema or 0.0
-            torch._foreach_lerp_(
-                list(self.averages.values()),
-                [own[n].detach() for n in self.averages],
-                1 - decay,
-            )
-
-    @torch.no_grad()
-    def use(self, values: Mapping[str, Tensor]) -> None:
-        """Give parameters other values, by name."""
-        own = dict(self.network.named_parameters())
-        for name, value in values.items():
-            own[name].copy_(value)
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """The network with its averaged weights, if there are any."""
-        kept = {
-            n: p.detach().clone()
-            for n, p in self.network.named_parameters()
-            if n in self.averages
-        }
-        self.use(self.averages)
-        try:
-            yield
-        finally:
-            self.use(kept)
-
     # --- recording it as a CUDA graph ---
 
     def capture(self, batch: Batch) -> str | None:
@@ -210,7 +158,6 @@ class TrainingStep:
         self.static = tuple(t.clone() for t in batch)
         tensors = [
             *self.network.state_dict().values(),
-            *self.averages.values(),
             self.history,
             self.failed,
         ]
@@ -238,16 +185,8 @@ class TrainingStep:
         return list(local)[int(bad.nonzero()[0])] if bool(bad.any()) else None
 
     def explain(self, batch: Batch) -> str:
-        """A sentence on where numbers stop being finite: inputs, targets, parameters, or the first such layer."""
-        x, y = self.rows(batch)
-        for what, tensor in (("inputs", x), ("targets", y)):
-            bad = (
-                ~tensor.flatten(1).isfinite().all(1)
-                if tensor.dim() > 1
-                else ~tensor.isfinite()
-            ).nonzero()
-            if len(bad):
-                return f"The {what} of row {int(bad[0])} of the batch hold NaN or infinity."
+        """A sentence on where numbers stop being finite: parameters, or the first such layer."""
+        x, _ = self.rows(batch)
         try:
             check_finite(self.network)
         except FloatingPointError as error:

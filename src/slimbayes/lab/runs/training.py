@@ -75,10 +75,9 @@ class Training:
             "data": self.task.sha256,
         }  # what its own checkpoints say
         self.batch = min(experiment.train.batch, len(self.task.train))
-        if self.batch % (fabric.world_size * experiment.train.accumulate):
+        if self.batch % fabric.world_size:
             raise RunError(
-                f"A batch of {self.batch} rows cannot be shared out among {fabric.world_size} processes and "
-                f"{experiment.train.accumulate} pieces evenly."
+                f"A batch of {self.batch} rows cannot be shared out among {fabric.world_size} processes evenly."
             )
         self.steps_per_epoch = len(self.task.train) // self.batch
         self.network = build_network(experiment, self.task, network).to(fabric.device)
@@ -213,22 +212,21 @@ class Training:
         row["kl_weight"] = train.kl_weight(last, self.steps_per_epoch)
         row["lr"] = train.optimizer.lr * train.rate(last, self.steps_per_epoch)
         row |= self.tracker.columns()
-        with self.stepper.averaged():
-            scores = self.predictor.scores_after(epoch + 1, self.execution.workers)
-            row |= self.fabric.broadcast(
-                scores
-            )  # each process drew its own noise, and all must agree when to stop
-            if train.early_stop and row["validation_nll"] < self.best.get(
-                "nll", float("inf")
-            ):
-                weights = {
-                    n: t.detach().clone() for n, t in self.network.state_dict().items()
-                }
-                self.best = {
-                    "nll": row["validation_nll"],
-                    "epoch": epoch + 1,
-                    "weights": weights,
-                }
+        scores = self.predictor.scores_after(epoch + 1, self.execution.workers)
+        row |= self.fabric.broadcast(
+            scores
+        )  # each process drew its own noise, and all must agree when to stop
+        if train.early_stop and row["validation_nll"] < self.best.get(
+            "nll", float("inf")
+        ):
+            weights = {
+                n: t.detach().clone() for n, t in self.network.state_dict().items()
+            }
+            self.best = {
+                "nll": row["validation_nll"],
+                "epoch": epoch + 1,
+                "weights": weights,
+            }
         self.curve.append(row)
         self.watcher.move(
             self.step,
@@ -259,8 +257,6 @@ class Training:
         """Leave the network with the weights that count and save it."""
         if self.best:
             self.network.load_state_dict(self.best["weights"])
-        else:
-            self.stepper.use(self.stepper.averages)
         if self.fabric.global_rank == 0:
             write_csv(self.folder / "metrics.csv", self.curve)
         elif self.execution.strategy != "fsdp":
@@ -305,10 +301,7 @@ class Training:
         if self.fabric.device.type == "cuda" and bool(self.stepper.failed):
             raise self._diverged(self.step - 1)
         self._check_weights()
-        extra = {"history": self.stepper.history} | {
-            f"average/{n}": t for n, t in self.stepper.averages.items()
-        }
-        extra |= self.tracker.state()
+        extra = {"history": self.stepper.history} | self.tracker.state()
         facts: dict[str, Any] = {
             "curve": self.curve,
             "seconds": self.seconds,
@@ -344,8 +337,6 @@ class Training:
         self.curve, self.seconds = facts["curve"], facts.get("seconds", [])
         self.stepper.history.copy_(extra["history"])
         self.tracker.restore(extra)
-        for name, average in self.stepper.averages.items():
-            average.copy_(sharded_like(extra[f"average/{name}"], average))
         if "best" in facts:
             here = self.network.state_dict().items()
             weights = {

@@ -17,7 +17,7 @@ from torch import Tensor
 from slimbayes.data import Dataset, Split, load, load_bags
 from slimbayes.data.archives import read_npz
 from slimbayes.data.folders import ImageFolder, read_square
-from slimbayes.data.sources import find, root_folder
+from slimbayes.data.sources import find_files, root_folder
 from slimbayes.errors import brief
 from slimbayes.lab.configs.experiment import Data
 from slimbayes.lab.execution import generator
@@ -64,7 +64,7 @@ def _opened(chosen: Data, root: Path | str | None) -> Dataset:
     if chosen.source is not None:
         return _open_own(*chosen.source, chosen, root)
     if chosen.bags is not None:
-        files = find(chosen.name, root).files()
+        files = find_files(chosen.name, root).files()
         stamps = tuple(
             (file, file.stat().st_size, file.stat().st_mtime_ns) for file in files
         )

@@ -118,8 +118,9 @@ def check_split(
             f"{place}: rows have no columns, got inputs of shape {tuple(rows.x.shape)}."
         )
     if not allow_nonfinite:
-        remedy = "Fill it in or drop the row, or set data.allow_nonfinite if the network can take it."
-        _refuse_nonfinite(rows.x, place, "input", remedy, columns)
+        _refuse_nonfinite(
+            rows.x, place, "input", "Fill it in or drop the row.", columns
+        )
     _refuse_nonfinite(rows.y, place, "target", "Fill it in or drop the row.")
     if _is_label(rows.y):
         bad = (rows.y < 0) if classes is None else (rows.y < 0) | (rows.y >= classes)

@@ -129,7 +129,7 @@ def open_task(
 ) -> Task:
     """The task of a config's data; `dataset` stands in for the named one. Rows that cannot be used are refused."""
     data, splits = open_data(chosen, root, dataset)
-    check_data(data, splits, chosen.allow_nonfinite or chosen.missing == "impute")
+    check_data(data, splits, allow_nonfinite=chosen.missing == "impute")
     task = _from_splits(data, splits, chosen)
     for name, rows in (
         ("train", task.train),
