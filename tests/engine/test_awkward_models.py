@@ -285,7 +285,7 @@ def _first(output: Any) -> torch.Tensor:
 def test_a_bare_call_gives_each_row_one_member(name: str, method: str) -> None:
     model, args, kwargs, case = built(name, method)
     with quietly(), sb.frozen(model):
-        expected = [plain(*args, **kwargs) for plain in held(model, 1)]
+        expected = [plain(*args, **kwargs) for plain in held(model)]
     with quietly():
         for _ in range(3):  # where the members begin is random
             assert_rows_of_draws(
@@ -299,7 +299,7 @@ def test_rows_of_a_bare_call_are_shared_out_among_members() -> None:
     for name in ("mlp", "cnn", "windows-lstm"):
         model, args, kwargs, case = built(name, "batch-ensemble")
         with sb.frozen(model):
-            expected = [plain(*args, **kwargs) for plain in held(model, 1)]
+            expected = [plain(*args, **kwargs) for plain in held(model)]
         rows = draws_of_rows(model(*args, **kwargs), expected, case.rows)
         assert len(set().union(*rows)) == S, name
 
@@ -373,7 +373,7 @@ def test_write_out_leaves_no_posterior_and_the_model_as_it_was() -> None:
     model, args, _, _ = built("mlp", "rank1-example")
     before = copy.deepcopy(model.state_dict())
     with sb.frozen(model):
-        plain = held(model, 1)[1]
+        plain = held(model)[1]
         inside = sb.sample(model, *args)
     assert {n: tuple(p.shape) for n, p in plain.named_parameters()} == {
         n: tuple(p.shape) for n, p in CASES["mlp"].make().named_parameters()
