@@ -34,7 +34,7 @@ from slimbayes.lab.papers.diagnostics import diagnose
 from slimbayes.lab.papers.table import error_rates
 from slimbayes.lab.runs import evaluate as other_sets
 from slimbayes.lab.runs.fit import evaluate_run, fit
-from slimbayes.lab.runs.predictor import Predictor
+from slimbayes.lab.runs.predictor import Predictor, total_draws
 from slimbayes.lab.runs.trained import load_run
 from slimbayes.lab.tasks.task import Scaling, Task
 from slimbayes.prediction.predict import predict_prefixes
@@ -243,6 +243,19 @@ def test_numbers_of_draws_are_prefixes_of_one_another(run: Path) -> None:
     assert torch.equal(
         found[4].samples[: found[1].count], found[1].samples
     ) and torch.equal(found[4].samples[: found[3].count], found[3].samples)
+
+
+@pytest.mark.slow
+def test_the_laboratory_counts_the_draws_of_each_member(run: Path) -> None:
+    """In configs and records; the library counts all of them."""
+    predictor = load_run(run, CPU)
+    net, task = predictor.network, predictor.task
+    assert sb.members(net) > 1 and total_draws(net, 3) == 3 * sb.members(net)
+    for made, _ in predictor.predictions(task.test, "here", [1, 3]):
+        assert {n: p.count for n, p in made.items()} == {
+            n: n * sb.members(net) for n in (1, 3)
+        }
+        assert all(p.weights is None for p in made.values())
 
 
 def test_validation_counts_every_target_as_the_test_does(tmp_path: Path) -> None:
