@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from slimbayes.errors import brief, cut
-from slimbayes.untrusted import check_regular, parse_json, read_file
+from slimbayes.untrusted import check_regular, open_file, parse_json, read_file
 
 LIBRARY = "slimbayes"
 FORMAT = 1
@@ -416,7 +416,7 @@ def _tidy(folder: Path, hashes: Mapping[str, str]) -> None:
 
 
 def _sha256(file: Path) -> str:
-    with open(file, "rb") as stream:
+    with open_file(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

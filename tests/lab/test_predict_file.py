@@ -399,7 +399,7 @@ def test_categories_that_training_did_not_see_are_told(tmp_path: Path) -> None:
 
 def test_intervals_hold_the_probability_they_promise() -> None:
     outputs, scale = torch.randn(7, 3, 2, dtype=torch.float64), 0.7
-    found = sb.Prediction.from_outputs(outputs, "gaussian", scale=scale)
+    found = sb.Prediction.from_outputs(outputs, "gaussian", likelihood_std=scale)
     columns = as_columns(found, (), 0.8)
     low, high = (
         torch.tensor(np.stack([columns[f"{end}_{t}"] for t in (0, 1)], 1))

@@ -127,10 +127,10 @@ def test_a_claimed_folder_says_what_may_be_replaced(tmp_path: Path) -> None:
 
 def test_prepared_arrays_replace_no_file_of_the_user_s(tmp_path: Path) -> None:
     write(tmp_path, yacht_csv="length,drag\n1.0,2.0\n3.0,4.0\n")
-    write(tmp_path, out__all_safetensors="mine")
+    write(tmp_path, out__uci__yacht__all_safetensors="mine")
     with pytest.raises(FileExistsError, match=r"holds all\.safetensors, which"):
         prepare("uci/yacht", tmp_path, tmp_path / "out")
-    assert (tmp_path / "out" / "all.safetensors").read_text() == "mine"
+    assert (tmp_path / "out/uci/yacht/all.safetensors").read_text() == "mine"
     for rows in ("1.0,2.0", "1.0,3.0"):
         write(tmp_path, yacht_csv=f"length,drag\n{rows}\n3.0,4.0\n")
         prepare("uci/yacht", tmp_path, tmp_path / "new")
