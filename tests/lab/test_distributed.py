@@ -17,7 +17,8 @@ import yaml
 from lab_configs import BASE, CPU
 from safetensors.torch import load_file
 
-from slimbayes.lab import command, execution
+import slimbayes.__main__ as door
+from slimbayes.lab import execution
 from slimbayes.lab.command import app
 from slimbayes.lab.configs.files import merged, validate
 from slimbayes.lab.runs.fit import fit
@@ -119,7 +120,7 @@ def test_two_processes_learn_what_one_does(place: Path) -> None:
 def typed(given: list[str]) -> None:
     """The command as if it had been typed: Fabric reads how it was, to start the other process alike."""
     warnings.simplefilter("default")
-    sys.argv = [str(command.__file__), *given]
+    sys.argv = [str(door.__file__), *given]
     sys.modules["__main__"].__spec__ = None
     app(given)
 
