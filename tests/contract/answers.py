@@ -248,12 +248,10 @@ class RadialDensity:
         return joint.expand_as(x) / size
 
 
-class Correlated(Answers):
+class FullMatrixNormal(Answers):
     """torch's own multivariate normal over the free weights (D,), with the covariance of the draws' Jacobian."""
 
     def count(self, x: Matrix) -> int:
-        if isinstance(self.config, sb.MultivariateNormal):
-            return x.m * x.n * (x.m * x.n + 1) // 2
         return (x.m * (x.m + 1) + x.n * (x.n + 1)) // 2
 
     def densities(self, posterior: Any, layer: Any, site: str) -> list[Density]:
@@ -553,7 +551,7 @@ class MemberNorm(Answers):
 KNOWN: dict[type[sb.Config], type[Answers]] = {
     sb.Rank1: Factors, sb.BatchEnsemble: Factors, sb.JointNormal: JointNormal, sb.Radial: Radial,
     sb.MeanField: Gaussian, sb.KTied: Gaussian, sb.MatrixNormal: Gaussian,
-    sb.MultivariateNormal: Correlated, sb.FullMatrixNormal: Correlated, sb.FlowPatch: Flow,
+    sb.FullMatrixNormal: FullMatrixNormal, sb.FlowPatch: Flow,
     sb.ModelPatch: Picks, sb.Mixture: Picks, sb.DropConnect: DropConnect, sb.MCDropout: Dropout,
     sb.Ensemble: Members, sb.MemberNorm: MemberNorm, sb.Deterministic: Plain,
 }  # fmt: skip
