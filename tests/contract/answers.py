@@ -205,49 +205,6 @@ def _to_prior_weights(linear: Any, posterior: Any) -> None:
         )
 
 
-class Radial(Answers):
-    def count(self, x: Matrix) -> int:
-        return x.m * x.n
-
-    def densities(self, posterior: Any, layer: Any, site: str) -> list[Density]:
-        linear = layer.linear_map(site)
-        free = _free(layer, linear)
-        return [
-            (
-                RadialDensity(linear.weight[free], posterior.scale()[free]),
-                posterior.prior,
-                _nothing,
-            )
-        ]
-
-
-class RadialDensity:
-    """The radial distribution of weights (D,), from its definition: a direction, and a length that is half-normal."""
-
-    def __init__(self, loc: Tensor, scale: Tensor) -> None:
-        self.loc, self.scale = loc, scale
-
-    def rsample(self, noise: Tensor) -> Tensor:
-        return self.loc + self.scale * noise / noise.norm(
-            dim=1, keepdim=True
-        ) * torch.randn(len(noise), 1)
-
-    def log_prob(self, x: Tensor) -> Tensor:
-        """log q(x) in equal shares for each weight, (n, D)."""
-        size, length = (
-            x.shape[1],
-            ((x - self.loc) / self.scale).norm(dim=1, keepdim=True),
-        )
-        sphere = (
-            math.log(2) + 0.5 * size * math.log(math.pi) - math.lgamma(0.5 * size)
-        )  # area of the unit sphere
-        half_normal = math.log(2) + sb.Normal(0.0, 1.0).log_prob(length)
-        joint = (
-            half_normal - sphere - (size - 1) * length.log() - self.scale.log().sum()
-        )
-        return joint.expand_as(x) / size
-
-
 class FullMatrixNormal(Answers):
     """torch's own multivariate normal over the free weights (D,), with the covariance of the draws' Jacobian."""
 
@@ -549,7 +506,7 @@ class MemberNorm(Answers):
 
 
 KNOWN: dict[type[sb.Config], type[Answers]] = {
-    sb.Rank1: Factors, sb.BatchEnsemble: Factors, sb.JointNormal: JointNormal, sb.Radial: Radial,
+    sb.Rank1: Factors, sb.BatchEnsemble: Factors, sb.JointNormal: JointNormal,
     sb.MeanField: Gaussian, sb.KTied: Gaussian, sb.MatrixNormal: Gaussian,
     sb.FullMatrixNormal: FullMatrixNormal, sb.FlowPatch: Flow,
     sb.ModelPatch: Picks, sb.Mixture: Picks, sb.DropConnect: DropConnect, sb.MCDropout: Dropout,

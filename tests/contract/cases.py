@@ -37,7 +37,6 @@ METHODS: dict[str, sb.Config] = {
     "joint-weights": sb.JointNormal(
         over="weights", prior=sb.Normal(0.0, 0.3), scale_init=0.1, full_up_to=200
     ),
-    "radial": sb.Radial(scale_init=0.5),
     "full-matrix-normal": sb.FullMatrixNormal(scale_init=0.1),
     "k-tied": sb.KTied(rank=2, scale_init=0.1),
     "k-tied-flipout": sb.KTied(

@@ -277,7 +277,6 @@ def test_the_mean_of_members_has_their_mean_weights() -> None:
     for config in (
         sb.KTied(),
         sb.MeanField(),
-        sb.Radial(),
         sb.JointNormal(over="weights"),
     ):
         layer = nn.Linear(4, 3)

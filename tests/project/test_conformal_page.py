@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import conformal
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_shows_the_table_of_the_record() -> None:

@@ -1,4 +1,4 @@
-"""The configs of posteriors over weights: mean-field, k-tied, matrix and multivariate normal, and radial."""
+"""The configs of posteriors over weights: mean-field, k-tied and matrix normal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from slimbayes.distributions.families import Distribution, Normal
 from slimbayes.distributions.priors import HeNormal
 from slimbayes.posteriors.configs.base import (
     Count,
-    NormalPrior,
     NotNegative,
     Positive,
     SiteConfig,
@@ -194,25 +193,3 @@ class FullMatrixNormal(SiteConfig):
                 f"FullMatrixNormal: the covariance of a {m:,} x {n:,} matrix takes {numbers:,} numbers "
                 f"({4e-9 * numbers:,.2f} GB), and limit={self.limit:,}. Use KTied or MeanField, or raise it."
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Radial(SiteConfig):
-    """Radial posterior over all weights: twice the parameters of the plain model.
-
-    Args:
-        prior: a `Normal`.
-        scale_init, scale_jitter: scales start at Normal(scale_init, scale_jitter), kept above a tenth of scale_init.
-
-    Example:
-        >>> import slimbayes as sb, torch
-        >>> from torch import nn
-        >>> net = sb.bayesianize(nn.Linear(3, 2), Radial(prior=Normal(0.0, 0.3)))
-        >>> sb.sample(net, torch.randn(5, 3), draws=4).shape
-        torch.Size([4, 5, 2])
-    """
-
-    prior: NormalPrior = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
-    scale_init: Positive = 0.02
-    scale_jitter: NotNegative = 0.002
-    builds: ClassVar[str] = "radial.RadialPosterior"
