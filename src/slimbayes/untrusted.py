@@ -92,7 +92,7 @@ def check_form(value: Any, form: Any, place: str = "") -> None:
     """
     needed: Any = type(form) if isinstance(form, list | dict) else form
     if not isinstance(value, needed) or (
-        needed is not object and isinstance(value, bool)
+        needed not in (object, bool) and isinstance(value, bool)
     ):
         name = getattr(needed, "__name__", "int or null")
         raise ValueError(f"{place or 'the whole'} must be {name}, got {brief(value)}")

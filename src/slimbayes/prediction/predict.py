@@ -120,7 +120,7 @@ def predict(
         raise ValueError(
             f"predict runs one draw of every member at once: chunk must be at least {members(model)}, got {chunk!r}."
         )
-    checks.check_noise_rule(model, likelihood)
+    likelihood_named(likelihood)  # refuses an unknown one
     if far is not None:
         far.check(model)
     if not allow_nonfinite:
@@ -190,7 +190,7 @@ def predict_prefixes(
         raise ValueError(
             f"predict_prefixes needs numbers of draws of at least 1, got {draws!r}."
         )
-    checks.check_noise_rule(model, likelihood)
+    likelihood_named(likelihood)  # refuses an unknown one
     check_finite(model)
     if not allow_nonfinite:
         checks.check_inputs(model, ((x,), {}), before)

@@ -103,10 +103,8 @@ def read_predictor(folder: Path, device: torch.device) -> Predictor:
         mean, std, y_mean, y_std = (
             None if facts[n] is None else _tensor(facts[n]) for n in names
         )
-        columns = tuple(
-            map(str, facts.get("columns", ()))
-        )  # runs of before they were kept have none
-        reader = TableReader.from_dict(facts.get("own"))
+        columns = tuple(map(str, facts["columns"]))
+        reader = TableReader.from_dict(facts["own"])
         plain = with_noise(
             experiment,
             facts["fills"],
