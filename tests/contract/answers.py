@@ -369,9 +369,10 @@ class Picks(Answers):
         self.exact = not self.random or (shared and config.draws != "example")
 
     def count(self, x: Matrix) -> int:
-        """(K - 1)((I + 1) O), and K numbers if probabilities are learned."""
+        """(K - 1)((I + 1) O), one component less if it is zero, and K numbers if probabilities are learned."""
         learned = self.config.components * getattr(self.config, "learn_probs", False)
-        return (self.config.components - 1) * (x.m * x.n + x.n_out * x.bias) + learned
+        free = self.config.components - 1 - getattr(self.config, "zero", False)
+        return free * (x.m * x.n + x.n_out * x.bias) + learned
 
     def write(self, to: Target, posterior: Any) -> Tensor | None:
         drawn, line, config = posterior.values(), to.line(posterior), posterior.config
@@ -446,22 +447,13 @@ class DropConnect(Picks):
 
 
 class Dropout(Answers):
-    """Units are dropped; channels in front of a matrix are picked."""
+    """Units are dropped."""
 
+    spelled = False
     tolerance = DropConnect.tolerance
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.spelled = config.unit == "channel"
-
-    def write(self, to: Target, posterior: Any) -> Tensor | None:
-        return Picks.write(self, to, posterior)  # type: ignore[arg-type]
-
     def neutral(self, posterior: Any, linear: Any) -> None:
-        if posterior.late:
-            posterior.rate, posterior.fixed = 0.0, True
-        else:
-            Picks.neutral(self, posterior, linear)  # type: ignore[arg-type]
+        posterior.rate, posterior.fixed = 0.0, True
 
 
 class Members(Answers):
