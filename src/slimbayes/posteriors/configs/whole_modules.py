@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from slimbayes.posteriors.base import Posterior
 
 
-Execution = Literal["auto", "loop", "batched"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Ensemble(Config):
     """K networks that share nothing, trained and asked as one: the baseline of all three papers.
@@ -37,9 +34,6 @@ class Ensemble(Config):
         factory: builds a fresh network of the same kind; then each other member is one, started as the network itself.
             It is not part of the config's JSON. The lab gives it for the networks of its configs.
         jitter: standard deviation of the noise on copied parameters, relative to their root mean square.
-        execution: "loop" runs members one after another, "batched" all at once through torch.vmap, "auto" batched where
-            that was measured to be faster (results/benchmarks/ensembles_h200.json): many members made of plain dense
-            layers (faster with 20, not with 5; it switches at 16).
 
     Example:
         >>> import slimbayes as sb, torch
@@ -52,7 +46,6 @@ class Ensemble(Config):
     members: Count = 5
     init: Literal["fresh", "copies"] = "fresh"
     jitter: float = 0.0
-    execution: Execution = "auto"
     factory: Callable[[], Any] | None = field(default=None, repr=False, compare=False)
     whole: ClassVar[bool] = True
     covers = ("matrix", "table", "norm")
