@@ -13,7 +13,7 @@ RUN = .venv/bin/python
 # Which build of torch is right, and so its hash, depends on the machine: it is the one package that is not locked.
 TORCH = torch==2.13.0
 
-.PHONY: demo digits test suite quick kernels mutations faults lint supply build lock audit bench bench-gpu bench-lab zoo coverage reproduction
+.PHONY: demo digits test suite quick kernels faults lint supply build lock audit bench bench-gpu bench-lab zoo coverage reproduction
 
 demo: .venv/ready
 	$(RUN) examples/demo.py
@@ -31,10 +31,6 @@ suite: .venv/ready
 # The inner loop: what takes more than a quarter of a second stays out.
 quick: .venv/ready
 	$(RUN) -m pytest -n 2 --dist worksteal -m "not slow"
-
-# Planted bugs: does the suite see them? Some twenty minutes.
-mutations: .venv/ready
-	$(RUN) tests/mutations.py
 
 # Kernels without a GPU: their tests in Triton's interpreter, and each compiled for an H200. Some two minutes.
 kernels: .triton/ready

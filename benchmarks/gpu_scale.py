@@ -181,33 +181,6 @@ def _predict(net: nn.Module, x: Tensor, draws: int, share: bool) -> None:
         )
 
 
-def by_execution(device: torch.device, tiny: bool) -> Rows:
-    """Members of an Ensemble in turn and at once: where `execution="auto"` should switch."""
-    rows: Rows = {}
-    for width in (12,) if tiny else (50, 200, 800, 1600):
-        work = Work("", partial(mlp, *[width] * 4), 8 if tiny else 1000, (width,))
-        for k in (2,) if tiny else (5, 20):
-            label = f"width={width}, K={k},"
-            trials = {
-                f"{label} {way}": Trial(
-                    work, ours(sb.Ensemble(members=k, execution=way)), device, False
-                )
-                for way in ("loop", "batched")
-            }
-            found = race(
-                {name: trial.train for name, trial in trials.items()},
-                f"{label} loop",
-                device,
-                9,
-                1.0,
-            )
-            rows |= {
-                key: {f"train_{word}": value for word, value in row.items()}
-                for key, row in found.items()
-            }
-    return rows
-
-
 SCALES = {
     "members": (
         by_members,
@@ -232,9 +205,5 @@ SCALES = {
     "sharing": (
         by_sharing,
         "`predict(share=)`, S = 200 for 100 images, 10,000 for 31 rows; ratios to share=False",
-    ),
-    "execution": (
-        by_execution,
-        "MLP of three layers, Ensemble(execution=); a training step; ratios to loop",
     ),
 }

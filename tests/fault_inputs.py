@@ -25,7 +25,6 @@ CONFIGS: dict[str, Any] = {
     "mean-field": sb.MeanField(),
     "2-tied": sb.KTied(rank=2),
     "matrix-normal": sb.MatrixNormal(),
-    "radial": sb.Radial(),
     "emp": sb.ModelPatch(components=3, patch="output"),
     "drop-connect": sb.DropConnect(),
     "ensemble": sb.Ensemble(members=2),

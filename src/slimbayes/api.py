@@ -58,10 +58,6 @@ from slimbayes.posteriors.configs.weights import FullMatrixNormal as FullMatrixN
 from slimbayes.posteriors.configs.weights import KTied as KTied
 from slimbayes.posteriors.configs.weights import MatrixNormal as MatrixNormal
 from slimbayes.posteriors.configs.weights import MeanField as MeanField
-from slimbayes.posteriors.configs.weights import (
-    MultivariateNormal as MultivariateNormal,
-)
-from slimbayes.posteriors.configs.weights import Radial as Radial
 from slimbayes.posteriors.configs.whole_modules import Ensemble as Ensemble
 from slimbayes.posteriors.configs.whole_modules import MCDropout as MCDropout
 from slimbayes.posteriors.configs.whole_modules import MemberNorm as MemberNorm

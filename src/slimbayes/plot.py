@@ -202,7 +202,7 @@ def posterior_scales(model: nn.Module, most: int = 40) -> Figure:
     Boxes hold half of a layer's weights or factors, whiskers all but two percent.
 
     Args:
-        model: a converted model whose posteriors have scales: `Rank1`, `MeanField`, `KTied`, `MatrixNormal`, `Radial`.
+        model: a converted model whose posteriors have scales: `Rank1`, `MeanField`, `KTied`, `MatrixNormal`.
         most: at most so many layers are shown, the first ones.
 
     Example:

@@ -177,7 +177,7 @@ def check_form(value: Any, form: Any, place: str = "") -> None:
     """
     needed: Any = type(form) if isinstance(form, list | dict) else form
     if not isinstance(value, needed) or (
-        needed is not object and isinstance(value, bool)
+        needed not in (object, bool) and isinstance(value, bool)
     ):
         kinds = needed if isinstance(needed, tuple) else (needed,)
         name = " or ".join("null" if k is type(None) else k.__name__ for k in kinds)

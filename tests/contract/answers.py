@@ -205,55 +205,10 @@ def _to_prior_weights(linear: Any, posterior: Any) -> None:
         )
 
 
-class Radial(Answers):
-    def count(self, x: Matrix) -> int:
-        return x.m * x.n
-
-    def densities(self, posterior: Any, layer: Any, site: str) -> list[Density]:
-        linear = layer.linear_map(site)
-        free = _free(layer, linear)
-        return [
-            (
-                RadialDensity(linear.weight[free], posterior.scale()[free]),
-                posterior.prior,
-                _nothing,
-            )
-        ]
-
-
-class RadialDensity:
-    """The radial distribution of weights (D,), from its definition: a direction, and a length that is half-normal."""
-
-    def __init__(self, loc: Tensor, scale: Tensor) -> None:
-        self.loc, self.scale = loc, scale
-
-    def rsample(self, noise: Tensor) -> Tensor:
-        return self.loc + self.scale * noise / noise.norm(
-            dim=1, keepdim=True
-        ) * torch.randn(len(noise), 1)
-
-    def log_prob(self, x: Tensor) -> Tensor:
-        """log q(x) in equal shares for each weight, (n, D)."""
-        size, length = (
-            x.shape[1],
-            ((x - self.loc) / self.scale).norm(dim=1, keepdim=True),
-        )
-        sphere = (
-            math.log(2) + 0.5 * size * math.log(math.pi) - math.lgamma(0.5 * size)
-        )  # area of the unit sphere
-        half_normal = math.log(2) + sb.Normal(0.0, 1.0).log_prob(length)
-        joint = (
-            half_normal - sphere - (size - 1) * length.log() - self.scale.log().sum()
-        )
-        return joint.expand_as(x) / size
-
-
-class Correlated(Answers):
+class FullMatrixNormal(Answers):
     """torch's own multivariate normal over the free weights (D,), with the covariance of the draws' Jacobian."""
 
     def count(self, x: Matrix) -> int:
-        if isinstance(self.config, sb.MultivariateNormal):
-            return x.m * x.n * (x.m * x.n + 1) // 2
         return (x.m * (x.m + 1) + x.n * (x.n + 1)) // 2
 
     def densities(self, posterior: Any, layer: Any, site: str) -> list[Density]:
@@ -414,9 +369,10 @@ class Picks(Answers):
         self.exact = not self.random or (shared and config.draws != "example")
 
     def count(self, x: Matrix) -> int:
-        """(K - 1)((I + 1) O), and K numbers if probabilities are learned."""
+        """(K - 1)((I + 1) O), one component less if it is zero, and K numbers if probabilities are learned."""
         learned = self.config.components * getattr(self.config, "learn_probs", False)
-        return (self.config.components - 1) * (x.m * x.n + x.n_out * x.bias) + learned
+        free = self.config.components - 1 - getattr(self.config, "zero", False)
+        return free * (x.m * x.n + x.n_out * x.bias) + learned
 
     def write(self, to: Target, posterior: Any) -> Tensor | None:
         drawn, line, config = posterior.values(), to.line(posterior), posterior.config
@@ -491,22 +447,13 @@ class DropConnect(Picks):
 
 
 class Dropout(Answers):
-    """Units are dropped; channels in front of a matrix are picked."""
+    """Units are dropped."""
 
+    spelled = False
     tolerance = DropConnect.tolerance
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.spelled = config.unit == "channel"
-
-    def write(self, to: Target, posterior: Any) -> Tensor | None:
-        return Picks.write(self, to, posterior)  # type: ignore[arg-type]
-
     def neutral(self, posterior: Any, linear: Any) -> None:
-        if posterior.late:
-            posterior.rate, posterior.fixed = 0.0, True
-        else:
-            Picks.neutral(self, posterior, linear)  # type: ignore[arg-type]
+        posterior.rate, posterior.fixed = 0.0, True
 
 
 class Members(Answers):
@@ -551,9 +498,9 @@ class MemberNorm(Answers):
 
 
 KNOWN: dict[type[sb.Config], type[Answers]] = {
-    sb.Rank1: Factors, sb.BatchEnsemble: Factors, sb.JointNormal: JointNormal, sb.Radial: Radial,
+    sb.Rank1: Factors, sb.BatchEnsemble: Factors, sb.JointNormal: JointNormal,
     sb.MeanField: Gaussian, sb.KTied: Gaussian, sb.MatrixNormal: Gaussian,
-    sb.MultivariateNormal: Correlated, sb.FullMatrixNormal: Correlated, sb.FlowPatch: Flow,
+    sb.FullMatrixNormal: FullMatrixNormal, sb.FlowPatch: Flow,
     sb.ModelPatch: Picks, sb.Mixture: Picks, sb.DropConnect: DropConnect, sb.MCDropout: Dropout,
     sb.Ensemble: Members, sb.MemberNorm: MemberNorm, sb.Deterministic: Plain,
 }  # fmt: skip

@@ -37,8 +37,6 @@ METHODS: dict[str, sb.Config] = {
     "joint-weights": sb.JointNormal(
         over="weights", prior=sb.Normal(0.0, 0.3), scale_init=0.1, full_up_to=200
     ),
-    "radial": sb.Radial(scale_init=0.5),
-    "multivariate-normal": sb.MultivariateNormal(scale_init=0.1),
     "full-matrix-normal": sb.FullMatrixNormal(scale_init=0.1),
     "k-tied": sb.KTied(rank=2, scale_init=0.1),
     "k-tied-flipout": sb.KTied(
@@ -66,6 +64,13 @@ METHODS: dict[str, sb.Config] = {
     "drop-connect": sb.DropConnect(rate=0.4, tau=1.0),
     "mc-dropout": sb.MCDropout(rate=0.4),
     "mc-dropout-channel": sb.MCDropout(rate=0.4, unit="channel"),
+    "mixture-inputs": sb.Mixture(
+        components=2,
+        assignment="input",
+        zero=True,
+        probs=(0.5, 0.5),
+        draws="example",
+    ),
     "ensemble": sb.Ensemble(members=2, init="copies", jitter=0.5),
     "member-norm": sb.MemberNorm(members=2, affine=True),
     "deterministic": sb.Deterministic(),
@@ -464,7 +469,7 @@ def fits(method: str, layer: str) -> bool:
         return layer.startswith("BatchNorm")
     # The local estimator draws outputs, which a bag does not give linearly; dropout acts on inputs, not on indices.
     lookup = (method.endswith("local") and layer == "EmbeddingBag") or (
-        method == "mc-dropout" and "Embedding" in layer
+        method.startswith("mc-dropout") and "Embedding" in layer
     )
     return kind in config.covers and not lookup
 

@@ -241,7 +241,14 @@ def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def test_modules_to_be_saved_are_names_or_the_config_is_damaged(tmp_path: Path) -> None:
-    record = {"module": "", "batch_dim": None, "groups": [], "saved": ["head", 3]}
+    record = {
+        "module": "",
+        "batch_dim": None,
+        "saved": ["head", 3],
+        "heads": [],
+        "frozen": False,
+        "groups": [],
+    }
     data = json.dumps(
         {"conversions": [record], "base": {"shapes": {}, "sha256": ""}}
     ).encode()
@@ -267,29 +274,3 @@ def test_wrapped_models_are_converted_saved_and_loaded_inside(
         torch.testing.assert_close(
             sb.predict(sb.load(base, path), x, seed=0).probs, wanted
         )
-
-
-@pytest.mark.parametrize("rule", [None, [0.1, 10.0, 1.0]])
-def test_noise_that_was_learned_by_another_rule_is_told(
-    rule: Any, tmp_path: Path
-) -> None:
-    plain, x = nn.Linear(4, 2), torch.randn(5, 4)
-    folder = sb.save(sb.bayesianize(copy.deepcopy(plain), sb.Rank1()), tmp_path / "now")
-    options: Any = {"likelihood": "heteroscedastic_gaussian", "likelihood_std": 1.0}
-    sb.predict(sb.load(copy.deepcopy(plain), folder), x, **options)  # without a word
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("noise_rule")
-    config |= {} if rule is None else {"noise_rule": rule}
-    _resign(folder, "config.json", json.dumps(config).encode())
-    loaded = sb.load(copy.deepcopy(plain), folder)
-    again = sb.load(
-        copy.deepcopy(plain), sb.save(loaded, tmp_path / "again")
-    )  # a file that is written anew keeps it
-    for model in (loaded, again):
-        with pytest.warns(
-            sb.SlimbayesWarning,
-            match="0.1 to 10" if rule is None else "learned as 0.1 to 10.0",
-        ) as told:
-            sb.predict(model, x, **options)
-        assert [one.filename for one in told] == [__file__]  # the line that asked
-        sb.predict(model, x)  # classes have no such noise

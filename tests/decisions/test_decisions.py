@@ -1,6 +1,5 @@
-"""Temperatures, conformal sets and intervals, abstention: against closed forms, slow loops and exact laws."""
+"""Temperatures and abstention: against closed forms, slow loops and exact laws."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ from scipy import stats
 from torch import Tensor
 
 import slimbayes as sb
-from slimbayes.decisions import Abstention, Conformal, CVPlus, TemperatureScaling
+from slimbayes.decisions import Abstention, TemperatureScaling
 
 S, N, C = 4, 200, 3
 
@@ -102,141 +101,6 @@ def test_a_prediction_at_a_temperature_is_that_of_the_scaled_outputs(
             )
 
 
-# Conformal ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("n", "level"), [(50, 0.9), (99, 0.9), (30, 0.5)])
-def test_coverage_given_the_held_out_rows_has_its_exact_law(
-    n: int, level: float
-) -> None:
-    """Beta(k, n + 1 - k) for scores without ties, by a Kolmogorov-Smirnov test over 300 held-out sets."""
-    generator = torch.Generator().manual_seed(n)
-    k = math.ceil((n + 1) * level - 1e-9)
-    found = []
-    for _ in range(300):
-        y = torch.randn(n, generator=generator).double()
-        low, high = Conformal.fit(real(torch.zeros(n).double(), 0.3), y, level)(
-            real(torch.zeros(1).double(), 0.3)
-        )
-        found.append(stats.norm.cdf(float(high)) - stats.norm.cdf(float(low)))
-    assert stats.kstest(found, stats.beta(k, n + 1 - k).cdf).pvalue > 1e-3
-    assert np.mean(found) == pytest.approx(
-        k / (n + 1), abs=4 * stats.beta(k, n + 1 - k).std() / math.sqrt(300)
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["adaptive", "threshold"])
-@pytest.mark.parametrize("sharp", [0.3, 4.0])
-def test_sets_cover_however_wrong_the_model_is(kind: Any, sharp: float) -> None:
-    """Too sure or not sure enough: the share of covered labels over 150 held-out sets is k / (n + 1), to four standard
-    errors.
-    """
-    generator, n, new, level = torch.Generator().manual_seed(0), 60, 200, 0.8
-    shares = []
-    for trial in range(150):
-        logits = 1.5 * torch.randn(n + new, 5, generator=generator).double()
-        y = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
-        pred = classes(sharp * logits)
-        sets = Conformal.fit(pred[:n], y[:n], level, kind, seed=2 * trial)(
-            pred[n:], seed=2 * trial + 1
-        )
-        assert isinstance(sets, Tensor) and sets.shape == (new, 5)
-        shares.append(float(sets.gather(1, y[n:, None]).double().mean()))
-    exact = math.ceil((n + 1) * level) / (n + 1)
-    assert np.mean(shares) == pytest.approx(
-        exact, abs=4 * np.std(shares) / math.sqrt(len(shares))
-    )
-
-
-def test_adaptive_scores_are_the_mass_above_a_class_and_sets_grow_with_doubt() -> None:
-    p = torch.tensor([[0.5, 0.3, 0.2], [0.4, 0.3, 0.3], [0.98, 0.01, 0.01]]).double()
-    found = sb.decisions.conformal._class_scores(classes(p.log()), "adaptive", 0)
-    lowest, highest = torch.tensor([0.0, 0.5, 0.8]), torch.tensor([0.5, 0.8, 1.0])
-    assert bool(((found[0] >= lowest) & (found[0] <= highest)).all())
-    pred = classes(p[[0, 1, 2] * 50].log())
-    rule = Conformal.fit(pred, torch.multinomial(p[[0, 1, 2] * 50], 1)[:, 0], 0.9)
-    sets = rule(pred)
-    assert isinstance(sets, Tensor)
-    size = sets.double().sum(-1).reshape(50, 3).mean(0)
-    assert size[2] + 0.5 < size[0] and size[2] + 0.5 < size[1]
-
-
-def test_each_of_several_real_targets_has_its_own_bound() -> None:
-    y = torch.randn(500, 2).double() * torch.tensor([1.0, 10.0])
-    low, high = Conformal.fit(real(torch.zeros(500, 2).double()), y, 0.9, "absolute")(
-        real(torch.zeros(1, 2).double())
-    )
-    width = (high - low)[0] / 2
-    expected = y.abs().sort(0).values[math.ceil(501 * 0.9) - 1]
-    torch.testing.assert_close(width, expected)
-
-
-# CV+ ------------------------------------------------------------------------------------------------------------------
-
-
-def test_cv_plus_intervals_and_sets_equal_their_definition() -> None:
-    """Barber et al. 2021, Eq. of CV+, and Romano et al. 2020, Algorithm 2, row by row and class by class."""
-    level, folds, each, new = 0.8, 3, 7, 5
-    n = folds * each
-    centres, y = torch.randn(folds, each).double(), torch.randn(folds, each).double()
-    ahead = torch.randn(folds, new).double()
-    rule = CVPlus.fit([real(c) for c in centres], list(y), level, "absolute")
-    low, high = rule([real(c) for c in ahead])
-    for j in range(new):
-        ends = [
-            sorted(
-                float(ahead[k, j] + sign * (y[k, i] - centres[k, i]).abs())
-                for k in range(folds)
-                for i in range(each)
-            )
-            for sign in (-1, 1)
-        ]
-        assert float(low[j]) == pytest.approx(
-            ends[0][math.floor((1 - level) * (n + 1)) - 1]
-        )
-        assert float(high[j]) == pytest.approx(ends[1][math.ceil(level * (n + 1)) - 1])
-    logits, labels = (
-        torch.randn(folds, each, C).double(),
-        torch.randint(C, (folds, each)),
-    )
-    later = torch.randn(folds, new, C).double()
-    sets = CVPlus.fit([classes(z) for z in logits], list(labels), level, "threshold")(
-        [classes(z) for z in later]
-    )
-    p, q = logits.softmax(-1), later.softmax(-1)
-    for j in range(new):
-        for c in range(C):
-            below = sum(
-                float(1 - p[k, i, labels[k, i]]) < float(1 - q[k, j, c])
-                for k in range(folds)
-                for i in range(each)
-            )
-            assert bool(sets[j, c]) == (below < level * (n + 1))
-
-
-@pytest.mark.slow
-def test_cv_plus_covers_at_least_what_it_promises() -> None:
-    """Means of the other folds as models, 200 data sets: coverage above 2 level - 1, and near the level."""
-    generator, hits, level, folds, each = (
-        torch.Generator().manual_seed(3),
-        0,
-        0.9,
-        4,
-        10,
-    )
-    for _ in range(200):
-        data = torch.randn(folds * each + 1, generator=generator).double()
-        parts = data[:-1].view(folds, each)
-        means = [(parts.sum() - part.sum()) / (each * (folds - 1)) for part in parts]
-        rule = CVPlus.fit([real(m.expand(each)) for m in means], list(parts), level)
-        low, high = rule([real(m.expand(1)) for m in means])
-        hits += bool((low <= data[-1]) & (data[-1] <= high))
-    assert stats.binom.cdf(hits, 200, 2 * level - 1 - 1 / (folds + 1)) > 1e-3
-    assert stats.binomtest(hits, 200, level).pvalue > 1e-3
-
-
 # Abstention -----------------------------------------------------------------------------------------------------------
 
 
@@ -316,51 +180,6 @@ def test_rows_that_are_equally_sure_are_judged_together_in_whatever_order(
     ("call", "match"),
     [
         (
-            lambda p, y: Conformal.fit(p[:8], y[:8], 0.9),
-            "level=0.9 needs at least 9 held-out rows, got 8",
-        ),
-        (
-            lambda p, y: Conformal.fit(p, y, 1.0),
-            "level must lie strictly between 0 and 1, got 1.0",
-        ),
-        (
-            lambda p, y: Conformal.fit(p, y, kind="scaled"),
-            "kind must be 'adaptive' or 'threshold'.*got 'scaled'",
-        ),
-        (
-            lambda p, y: Conformal.fit(p, y[1:]),
-            r"shape \(200,\) is needed.*got \(199,\)",
-        ),
-        (lambda p, y: Conformal.fit(p, y + 5), "from 0 to 2, got"),
-        (
-            lambda p, y: CVPlus.fit([p], [y]),
-            "at least two folds, got 1 predictions and 1 targets",
-        ),
-        (
-            lambda p, y: CVPlus.fit([p[:4]] * 2, [y[:4]] * 2),
-            "level=0.9 needs at least 9 rows, got 8",
-        ),
-        (
-            lambda p, y: CVPlus.fit([p] * 2, [y] * 2)([p]),
-            "2 folds and needs a prediction of each, got 1",
-        ),
-        (
-            lambda p, y: CVPlus.fit([p] * 2, [y] * 2)([p, p[0]]),
-            r"the same new rows, got numbers of rows \[1, 200\]",
-        ),
-        (
-            lambda p, y: CVPlus.fit([p] * 2, [y] * 2)([real(torch.zeros(3))] * 2),
-            "kind must be 'scaled' or 'absolute'",
-        ),
-        (
-            lambda p, y: CVPlus.fit([p, real(torch.zeros(200))], [y] * 2),
-            "kind must be 'scaled' or 'absolute'",
-        ),
-        (
-            lambda p, y: Conformal.fit(p, y)(classes(torch.full((1, 2, C), torch.nan))),
-            "got NaN: leave such rows out",
-        ),
-        (
             lambda p, y: Abstention.fit(p, y, risk=0.0),
             "risk and delta must lie strictly between",
         ),
@@ -373,10 +192,6 @@ def test_rows_that_are_equally_sure_are_judged_together_in_whatever_order(
             "tolerance says which error",
         ),
         (
-            lambda p, y: Conformal.fit(real(torch.zeros(30), 0.0), torch.zeros(30)),
-            "take kind='absolute'",
-        ),
-        (
             lambda p, y: TemperatureScaling(0.0),
             "temperature must be positive and finite, got 0.0",
         ),
@@ -385,12 +200,6 @@ def test_rows_that_are_equally_sure_are_judged_together_in_whatever_order(
                 sb.Prediction(**{**vars(p), "by_draw": None})
             ),
             "keep_samples=True",
-        ),
-        (
-            lambda p, y: Conformal.fit(
-                classes(torch.zeros(1, 9, 4, C)), torch.zeros(9, 4)
-            ),
-            "Rows are what is",
         ),
     ],
 )

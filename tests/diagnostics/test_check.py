@@ -38,7 +38,6 @@ def test_the_numbers_are_those_of_the_loss() -> None:
     "config",
     [
         sb.MeanField(prior=sb.Normal(0.0, 0.5), scale_init=0.5, scale_jitter=0.0),
-        sb.Radial(prior=sb.Normal(0.0, 0.5), scale_init=0.5, scale_jitter=0.0),
         sb.KTied(prior=sb.Normal(0.0, 0.5), rank=1, scale_init=0.5, scale_jitter=0.0),
         sb.Rank1(
             members=2,
@@ -48,19 +47,13 @@ def test_the_numbers_are_those_of_the_loss() -> None:
             scale_jitter=0.0,
         ),
     ],
-    ids=["mean-field", "radial", "k-tied", "rank-1"],
+    ids=["mean-field", "k-tied", "rank-1"],
 )
 def test_a_posterior_at_its_prior_is_told(config: Any) -> None:
     net = converted(config)
     with torch.no_grad():
         for layer in (net[0], net[2]):  # type: ignore[index]
             layer.weight.zero_()
-            if isinstance(
-                config, sb.Radial
-            ):  # its standard deviation is sigma / sqrt(D)
-                layer.posterior["weight"].weight_log_scale.add_(
-                    0.5 * math.log(layer.weight.numel())
-                )
     found = check(net, X, Y)
     assert (found.at_prior, found.collapsed) == (1.0, 0.0)
     (told,) = (warning for warning in found.warnings if "still at its prior" in warning)

@@ -30,7 +30,6 @@ METHODS: dict[str, Any] = {
     "flipout": sb.MeanField(scale_init=0.3, estimator="flipout"),
     "local": sb.MeanField(scale_init=0.3, estimator="local"),
     "k-tied": sb.KTied(rank=2),
-    "radial": sb.Radial(scale_init=0.3),
     "emp": sb.ModelPatch(components=3, jitter=0.5, patch="norm+output"),
     "emp-example": sb.ModelPatch(
         components=3, jitter=0.5, patch="norm+output", draws="example"

@@ -24,7 +24,6 @@ from slimbayes.lab.configs.files import ConfigError, merged, validate
 from slimbayes.lab.runs.fit import fit
 from slimbayes.lab.runs.trained import load_run
 from slimbayes.lab.tasks.intake import data_digest, open_data
-from slimbayes.lab.tasks.own_table import TableReader
 from slimbayes.lab.tasks.task import open_task
 from slimbayes.sklearn.columns import Preparation
 from slimbayes.sklearn.network import default_method
@@ -329,18 +328,6 @@ def test_a_run_on_a_table_takes_tables(place: Path, tmp_path: Path) -> None:
             "predict", place / "run", tmp_path / "b.csv", "-o", tmp_path / "out.csv"
         ).exit_code
         == 3
-    )
-
-
-def test_runs_of_before_there_were_dates_are_read(place: Path) -> None:
-    facts = json.loads((place / "run" / "inputs.json").read_text())["own"]
-    rows = write(place / "two.csv", ["town", "size"], [["mid", 50.0], ["north", 60.0]])
-    now = TableReader.from_dict(facts)
-    former = TableReader.from_dict(
-        {name: facts[name] for name in ("preparation", "passed", "header")}
-    )
-    assert former.kinds == now.kinds and torch.equal(
-        next(former.blocks(rows)), next(now.blocks(rows))
     )
 
 

@@ -404,12 +404,25 @@ def test_inputs_of_a_layer_are_dropped_scaled_and_nothing_else(
     assert independent_p(kept[:, 0, 0, 0], kept[:, 1, 0, 0]) > 1e-3  # rows drop apart
 
 
-def test_channel_dropout_of_a_matrix_is_a_distribution_over_weights() -> None:
-    """Table 2: the case of `Mixture` with one pick for every input; sequences lose the same inputs at every place."""
+@pytest.mark.parametrize(
+    "config",
+    [
+        sb.MCDropout(before="0", rate=0.3, unit="channel"),
+        sb.Mixture(
+            components=2,
+            assignment="input",
+            zero=True,
+            probs=(0.7, 0.3),
+            draws="example",
+        ),
+    ],
+)
+def test_channel_dropout_of_a_matrix_is_a_distribution_over_weights(
+    config: Any,
+) -> None:
+    """Table 2: `Mixture` with one pick for every input; sequences lose the same inputs at every place."""
     layer = nn.Linear(6, 6).double()
-    net = sb.bayesianize(
-        nn.Sequential(layer), sb.MCDropout(before="0", rate=0.3, unit="channel")
-    )
+    net = sb.bayesianize(nn.Sequential(layer), config)
     x = torch.rand(5, 7, 6).double() + 0.5
     y = sb.sample(net, x, draws=40).detach() - layer.bias.detach()
     inputs = torch.linalg.solve(layer.weight.detach(), y.unsqueeze(-1)).squeeze(-1)
@@ -432,12 +445,19 @@ def test_channels_of_a_layer_norm_are_its_last_dimension() -> None:
 # Recurrent and attention layers ---------------------------------------------------------------------------------------
 
 
-def test_channel_dropout_of_an_lstm_is_the_same_at_every_step() -> None:
+def test_dropout_of_an_lstms_weights_is_the_same_at_every_step() -> None:
     """Against a loop over time with the masks written out: one mask for the inputs and one for the states of each
     row."""
     lstm = nn.LSTM(3, 4, batch_first=True).double()
     net = sb.bayesianize(
-        nn.Sequential(lstm), sb.MCDropout(before="0", rate=0.4, unit="channel")
+        nn.Sequential(lstm),
+        sb.Mixture(
+            components=2,
+            assignment="input",
+            zero=True,
+            probs=(0.6, 0.4),
+            draws="example",
+        ),
     ).eval()
     x = torch.randn(5, 6, 3).double()
     y = sb.sample(net, x, draws=2)[0].flatten(0, 1)
@@ -871,7 +891,6 @@ def test_a_model_without_dropout_is_refused_in_words() -> None:
             {"before": "norm("},
             r"before='norm\(' is neither norm, output, input nor a regular expression",
         ),
-        ({"tau": 1.0}, "tau needs unit='channel'"),
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any], words: str) -> None:
@@ -886,18 +905,24 @@ def test_impossible_rates_of_dropconnect_are_refused() -> None:
         sb.DropConnect(rate=1)
 
 
-def test_dropping_single_word_indices_is_refused_in_words() -> None:
-    with pytest.raises(ValueError, match="unit='channel'"):
-        sb.bayesianize(nn.Sequential(nn.Embedding(5, 4)), sb.MCDropout(before="0"))(
-            torch.randint(5, (3, 2))
-        )
+@pytest.mark.parametrize("unit", ["element", "channel"])
+def test_dropping_word_indices_is_refused_in_words(unit: Any) -> None:
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match="word indices, of which none can be dropped"):
+        sb.bayesianize(net, sb.MCDropout(before="0", unit=unit))
 
 
-def test_channel_dropout_of_an_embedding_drops_words() -> None:
+def test_dropout_of_an_embeddings_weights_drops_words() -> None:
     """Every occurrence of a word in a row is dropped together."""
     net = sb.bayesianize(
         nn.Sequential(nn.Embedding(5, 4)),
-        sb.MCDropout(before="0", unit="channel", rate=0.5),
+        sb.Mixture(
+            components=2,
+            assignment="input",
+            zero=True,
+            probs=(0.5, 0.5),
+            draws="example",
+        ),
     )
     words = torch.tensor([[0, 1, 0, 2, 1]]).repeat(200, 1)
     dropped = (net(words) == 0).all(-1)

@@ -977,14 +977,6 @@ def test_the_kl_of_dropout_counts_its_components_as_they_are_drawn() -> None:
         + 3.0 / 2 * layer.bias.square().sum()
     )
     torch.testing.assert_close(sb.kl(layer), expected)
-    net = sb.bayesianize(
-        nn.Sequential(nn.Linear(3, 2)),
-        sb.MCDropout(before="0", unit="channel", rate=0.2, tau=2.0, rho=3.0),
-    )
-    net.load_state_dict(
-        {f"0.{name}": value for name, value in layer.state_dict().items()}, strict=False
-    )
-    torch.testing.assert_close(sb.kl(net), expected)
 
 
 def entropy_of_mixture(centres: np.ndarray, p: np.ndarray) -> float:

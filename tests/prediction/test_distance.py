@@ -401,7 +401,6 @@ def test_what_far_cannot_use_is_refused_in_words() -> None:
     [
         sb.MeanField(),
         sb.KTied(),
-        sb.Radial(),
         sb.MatrixNormal(),
         sb.MCDropout(rate=0.5),
         sb.Deterministic(),

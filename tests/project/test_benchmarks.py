@@ -97,7 +97,7 @@ def test_variants_see_the_same_rows_and_train_what_they_say(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["members", "ranks", "sharing", "execution"]
+    "name", ["members", "ranks", "sharing"]
 )  # depth and width are as members
 def test_scale_is_measured(name: str) -> None:
     rows = run(f"scale-{name}:eager")

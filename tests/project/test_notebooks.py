@@ -232,9 +232,7 @@ def test_disagreement_is_pair_by_pair(axes: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "config", [sb.Rank1(members=2), sb.MeanField(), sb.KTied(), sb.Radial()]
-)
+@pytest.mark.parametrize("config", [sb.Rank1(members=2), sb.MeanField(), sb.KTied()])
 def test_posterior_scales_have_a_box_for_each_layer(axes: Any, config: Any) -> None:
     net = sb.bayesianize(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)), config)
     (panel,) = axes(sb.plot.posterior_scales(net))

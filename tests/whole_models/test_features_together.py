@@ -67,7 +67,6 @@ def test_select_tied_layers_with_biases_of_their_own() -> None:
         sb.KTied(),
         sb.JointNormal(members=2),
         sb.FullMatrixNormal(),
-        sb.Radial(),
     ],
 )
 def test_held_draws_have_gradients_and_follow_parameters(config: Any) -> None:

@@ -41,7 +41,7 @@ def test_members_at_once_keep_what_a_call_leaves_in_them(normed: bool) -> None:
         else Observed()
     )
     net = sb.bayesianize(
-        made, sb.Ensemble(members=3, init="copies", jitter=0.3, execution="batched")
+        made, sb.Ensemble(members=3, init="copies", jitter=0.3)
     ).train()
     with sb.fixed_draws(net):
         members = [sb.materialize(net, draw=j).train() for j in range(3)]

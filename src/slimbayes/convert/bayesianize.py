@@ -34,7 +34,6 @@ from slimbayes.layers.opening import (
 from slimbayes.posteriors.configs.base import Config, SiteConfig
 from slimbayes.posteriors.configs.whole_modules import Ensemble
 from slimbayes.posteriors.ensemble import copies
-from slimbayes.train.heteroscedastic import NOISE_RULE
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -55,9 +54,6 @@ class Conversion:
     heads: list[str] = field(
         default_factory=list
     )  # modules that train beside the posteriors
-    noise_rule: tuple[float, ...] = (
-        NOISE_RULE  # by which a heteroscedastic head learned; () where a file does not say
-    )
 
 
 def bayesianize(

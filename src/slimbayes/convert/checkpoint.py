@@ -35,7 +35,7 @@ from slimbayes.convert.bayesianize import (
 from slimbayes.convert.plan import Selection
 from slimbayes.convert.remarks import report_unsaved
 from slimbayes.convert.summary import estimate_cost
-from slimbayes.convert.trainable import freeze, heads_among, is_saved_name
+from slimbayes.convert.trainable import freeze, is_saved_name
 from slimbayes.engine.locate import unwrapped
 from slimbayes.errors import SlimbayesWarning, cut
 from slimbayes.files import (
@@ -57,6 +57,9 @@ _FORM: Any = {  # of config.json
         {
             "module": str,
             "batch_dim": (int, type(None)),
+            "saved": [str],
+            "heads": [str],
+            "frozen": bool,
             "groups": [{"config": {str: object}, "layers": [str]}],
         }
     ],
@@ -98,9 +101,6 @@ def save(model: nn.Module, path: str | os.PathLike[str], base: bool = False) -> 
         "conversions": _conversions(model),
         "base": _fingerprint(own),
     }
-    config["noise_rule"] = list(
-        min(c.noise_rule for _, c in conversions_of(model))
-    )  # () if one does not say
     files = {
         "posterior.safetensors": dump_tensors(posterior),
         "config.json": as_json(config),
@@ -181,8 +181,6 @@ def load(
         )
         _check_types(base, needed, f"{folder / 'base.safetensors'} does not fit")
     _convert(model, config["conversions"], posterior, folder)
-    for _, conversion in conversions_of(model):
-        conversion.noise_rule = tuple(config["noise_rule"])
     model.load_state_dict(posterior | base, strict=False)
     return model
 
@@ -192,12 +190,6 @@ def read_config(data: bytes, file: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = parse_json(data)
         check_form(config, _FORM)
-        check_form(config.setdefault("noise_rule", []), [float], "noise_rule")
-        for number, record in enumerate(config["conversions"]):
-            record.setdefault("saved", [])
-            record.setdefault("frozen", 0)
-            for name in ("saved", "heads"):
-                check_form(record.get(name, []), [str], f"conversions.{number}.{name}")
     except ValueError as error:
         raise CheckpointError(f"{file} is damaged: {cut(str(error))}.") from error
     return config
@@ -271,13 +263,12 @@ def _conversions(model: nn.Module) -> list[dict[str, Any]]:
         record = {
             "module": name,
             "batch_dim": conversion.batch_dim,
+            "saved": conversion.saved,
+            "heads": conversion.heads,
+            "frozen": bool(conversion.frozen),
             "groups": list(groups.values()),
         }
-        # Only where there is anything to say: checkpoints of models that train as a whole stay as they were.
-        saved = {"saved": conversion.saved} if conversion.saved else {}
-        if conversion.heads != heads_among(root, conversion.saved):
-            saved["heads"] = conversion.heads
-        out.append(record | saved | ({"frozen": True} if conversion.frozen else {}))
+        out.append(record)
     return out
 
 
@@ -313,7 +304,7 @@ def _convert(
                     )
             conversion = module.__dict__["_slimbayes"]
             conversion.saved = record["saved"]
-            conversion.heads = record.get("heads", heads_among(module, record["saved"]))
+            conversion.heads = record["heads"]
             conversion.frozen = (
                 freeze(module, conversion.heads) if record["frozen"] else []
             )

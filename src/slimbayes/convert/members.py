@@ -38,7 +38,7 @@ def ensemble(models: Sequence[Model]) -> Model:
     """
     if len(models) < 2:
         raise ValueError(f"ensemble needs at least two models, got {len(models)}.")
-    first, looks = models[0], {str(model) for model in models}
+    first = models[0]
     shapes = shapes_of(first)
     for i, other in enumerate(models):
         theirs = shapes_of(other)
@@ -56,9 +56,6 @@ def ensemble(models: Sequence[Model]) -> Model:
     posterior: Any = passes.posteriors_of(first)[0]
     posterior.others = nn.ModuleList(models[1:])
     posterior.train(first.training)
-    posterior.batched = (
-        posterior.batched and len(looks) == 1
-    )  # networks that do different things run one by one
     return first
 
 

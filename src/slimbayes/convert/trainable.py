@@ -54,14 +54,6 @@ def _has_statistics(module: nn.Module) -> bool:
     return getattr(module, "running_mean", None) is not None
 
 
-def heads_among(model: nn.Module, saved: Sequence[str]) -> list[str]:
-    """The heads among saved modules where nothing else says them: checkpoints name them if a norm is one."""
-    modules = dict(model.named_modules())
-    return [
-        name for name in saved if name in modules and not _has_statistics(modules[name])
-    ]
-
-
 def freeze(model: nn.Module, heads: Sequence[str]) -> list[str]:
     """Let the posteriors and these modules train, and nothing else; returns the names of what no longer does.
 

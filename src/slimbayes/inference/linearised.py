@@ -29,7 +29,7 @@ from slimbayes.posteriors.joint_normal import JointNormalPosterior
 from slimbayes.posteriors.joint_weights import Watched
 from slimbayes.prediction.averages import draw_counts
 from slimbayes.prediction.batches import batches_of, rows_of
-from slimbayes.prediction.checks import check_draws, check_noise_rule
+from slimbayes.prediction.checks import check_draws
 from slimbayes.prediction.predict import find_output
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.elbo import check_finite
@@ -192,7 +192,7 @@ def predict_linearised(
         (torch.Size([7, 1]), True)
     """
     check_draws("predict_linearised", draws, also=(None,))
-    check_noise_rule(model, likelihood)
+    likelihood_named(likelihood)  # refuses an unknown one
     check_finite(model)
     joints, number, parts = joints_of(model), seed_of(seed) if draws else 0, []
     members = joints[0].members

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from slimbayes.engine import noise, passes
@@ -57,19 +55,7 @@ class Copied(Converted):
         traced = torch.compiler.is_compiling()
         used = [k for k, line in enumerate(lines) if traced or line.numel()]
         inputs = {k: _take((args, kwargs), lines[k], current.rows, ins) for k in used}
-        even = traced or len({line.numel() for line in lines}) == 1
-        alone = current.layout.stateful or _needs_loop(
-            self, members
-        )  # what a call leaves in a module, vmap loses
-        if (
-            members.batched
-            and even
-            and not alone
-            and all(d == 0 for d in (*ins, *outs))
-        ):
-            outputs = _batched(self, members, list(inputs.values()))
-        else:
-            outputs = [_call(self, members, k, *one) for k, one in inputs.items()]
+        outputs = [_call(self, members, k, *one) for k, one in inputs.items()]
         return _join(outputs, back, sum(line.shape[0] for line in lines), outs)
 
     def plain_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -249,43 +235,6 @@ def _as_it_was(module: Any) -> Iterator[Any]:
         for name in {n for n in born | children if born.get(n) is not children.get(n)}:
             module._modules.pop(name, None)
             module._modules.update({name: children[name]} if name in children else {})
-
-
-def _needs_loop(module: Any, members: Any) -> bool:
-    """vmap follows no updates of batch norm's and spectral norm's statistics, and runs past autocast and hooks."""
-    alone = torch.is_autocast_enabled(members.device.type) or bool(_hooked(module))
-    updates = (nn.modules.batchnorm._NormBase, parametrize.ParametrizationList)
-    return alone or any(isinstance(m, updates) and m.training for m in module.modules())
-
-
-def _batched(module: Any, members: Any, inputs: list[Any]) -> list[Any]:
-    """All members at once, each with its own inputs of equal size."""
-    others = members.others
-    own = {
-        n: t
-        for n, t in (*module.named_parameters(), *module.named_buffers())
-        if not n.startswith("posterior.")
-    }
-    states = [
-        own,
-        *({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in others),
-    ]
-    stacked = {name: torch.stack([state[name] for state in states]) for name in own}
-    leaves = [pytree.tree_flatten(one) for one in inputs]
-    tensors = [i for i, leaf in enumerate(leaves[0][0]) if isinstance(leaf, Tensor)]
-    together = [torch.stack([flat[i] for flat, _ in leaves]) for i in tensors]
-
-    def run(state: Any, *parts: Tensor) -> Any:
-        flat = list(leaves[0][0])
-        for i, part in zip(tensors, parts, strict=True):
-            flat[i] = part
-        args, kwargs = pytree.tree_unflatten(flat, leaves[0][1])
-        return functional_call(others[0], state, args, kwargs)
-
-    outputs = torch.vmap(run, randomness="different")(stacked, *together)
-    return [
-        pytree.tree_map(lambda leaf, k=k: leaf[k], outputs) for k in range(len(states))
-    ]
 
 
 def _deal(

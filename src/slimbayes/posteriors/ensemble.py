@@ -24,7 +24,7 @@ from slimbayes.engine.state import copy_modules
 from slimbayes.layers import kind_of
 from slimbayes.layers.copied import OF_MEMBER_0, parts_of
 from slimbayes.posteriors.base import Posterior, Role
-from slimbayes.posteriors.configs.whole_modules import Ensemble, Execution
+from slimbayes.posteriors.configs.whole_modules import Ensemble
 from slimbayes.posteriors.picks import resets
 
 
@@ -37,7 +37,7 @@ def copies(config: Ensemble, module: nn.Module) -> EnsemblePosterior:
             guessed = _start(other, config)
     else:
         others = [_built(module, config.factory) for _ in range(config.members - 1)]
-    posterior = EnsemblePosterior(module, others, config.execution)
+    posterior = EnsemblePosterior(module, others)
     own = {
         name: t
         for name, t in module.state_dict().items()
@@ -205,18 +205,12 @@ class EnsemblePosterior(Members):
     others: nn.ModuleList
     alike = False  # whether members that were to start anew have the numbers of the first, as constants have
 
-    def __init__(
-        self, module: nn.Module, others: Sequence[nn.Module], execution: Execution
-    ) -> None:
+    def __init__(self, module: nn.Module, others: Sequence[nn.Module]) -> None:
         super().__init__()
         self.members = len(others) + 1
         self.others = nn.ModuleList(others)
         self.batch_dim = 0  # kept here, not on the module, whose attributes are its own
         self.register_buffer("weights", torch.full((self.members,), 1.0 / self.members))
-        wanted = execution == "batched" or (
-            execution == "auto" and batches_well(module, self.members)
-        )
-        self.batched = len(others) > 0 and wanted
 
     def join(self, layer: Any) -> None:
         super().join(layer)
@@ -297,19 +291,3 @@ def _unsaved(module: nn.Module) -> dict[str, Any]:
     return {
         n: value for n, value in (kept | buffers).items() if isinstance(value, kinds)
     }
-
-
-_PLAIN: tuple[type[nn.Module], ...] = (
-    nn.Sequential, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Flatten, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh,
-    nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.SELU,
-)  # fmt: skip
-
-
-def batches_well(module: nn.Module, members: int) -> bool:
-    """Whether running all members at once was measured to be faster: dense layers, many members, few parameters."""
-    plain = all(type(m) in _PLAIN for m in module.modules())
-    return (
-        plain
-        and members >= 16
-        and sum(p.numel() for p in module.parameters()) <= 2_000_000
-    )

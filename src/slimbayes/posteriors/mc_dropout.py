@@ -1,12 +1,10 @@
 """MC dropout (Gal & Ghahramani 2016): dropout that stays on at prediction.
 
-    Table 2 of Chang et al. 2019:   K = 2, M_2 = 0, one pick for every input channel of a matrix; biases are never
-    dropped.
-
-With `unit="channel"` in front of a matrix this is that case of `Mixture`, a distribution over weights. With
-`unit="element"`, torch's nn.Dropout, every position of an image or a sequence drops on its own, so that no single
-weight matrix describes a draw; for plain vectors the two are the same. In front of a norm layer the normalised inputs
-are dropped, not the scale: the paper's baseline.
+What a layer is given is dropped, never its bias. With `unit="channel"` in front of a matrix that is a draw of its
+weights, the case `Mixture(assignment="input", zero=True)` of Chang et al. 2019, Table 2. With `unit="element"`, torch's
+nn.Dropout, every position of an image or a sequence drops on its own, so that no single weight matrix describes a draw;
+for plain vectors the two are the same. In front of a norm layer the normalised inputs are dropped, not the scale: the
+paper's baseline.
 """
 
 from __future__ import annotations
@@ -68,8 +66,9 @@ class DropoutPosterior(Posterior):
         if rate == 0 or self.current.centred:
             return linear.op(x, linear.weight, linear.bias)
         if not x.is_floating_point():
-            means = "dropping single word indices means nothing; use unit='channel', which drops whole words"
-            raise ValueError(f"{self.name}: {means}.")
+            raise ValueError(
+                f"{self.name}: MCDropout drops numbers, and this layer is given {x.dtype}."
+            )
         if rate == 1:
             return linear.op(x * 0.0, linear.weight, linear.bias)
         # Where rows matter, one that stands for all is dropped anew for each.

@@ -23,8 +23,6 @@ from slimbayes.engine.trial import undisturbed
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.layers.base import BayesLayer
 from slimbayes.prediction.averages import Accumulator
-from slimbayes.train.heteroscedastic import NOISE_RULE
-from slimbayes.train.likelihoods import likelihood_named
 from slimbayes.train.targets import check_logits
 
 _ANYWAY = "predict(..., allow_nonfinite=True) predicts anyway"
@@ -73,31 +71,6 @@ def check_inputs(model: nn.Module, inputs: tuple[Any, Any], before: int = 0) -> 
         raise ValueError(
             f"predict was given {value} in {_name_of(model, inputs, number)}, {where}. Remove or replace such values; "
             f"{_ANYWAY}."
-        )
-
-
-def check_noise_rule(model: nn.Module, likelihood: str) -> None:
-    """Warn where a head's noise was learned by another rule than `noise_scale` has now, or an unnamed one."""
-    if not likelihood_named(likelihood).learns_noise:
-        return
-    rules = [
-        m.__dict__["_slimbayes"].noise_rule
-        for m in model.modules()
-        if "_slimbayes" in m.__dict__
-    ]
-    other = next((rule for rule in rules if rule != NOISE_RULE), None)
-    if other is not None:
-        by = (
-            f"{other[0]} to {other[1]} times likelihood_std"
-            if len(other) == 3
-            else "a rule that its file does not name"
-        )
-        warnings.warn(
-            f"This model's noise was learned as {by}; now it is {NOISE_RULE[0]} to {NOISE_RULE[1]} times likelihood_std. "
-            f"Files that name none are mostly of the rule before, 0.1 to 10: for them give likelihood_std= 10/3 as large, "
-            f"or train again.",
-            SlimbayesWarning,
-            stacklevel=4,
         )
 
 

@@ -30,7 +30,6 @@ from slimbayes.files import replacing
 from slimbayes.prediction.checks import (
     check_draws,
     check_inputs,
-    check_noise_rule,
     check_scores,
 )
 from slimbayes.prediction.draws import member_weights
@@ -39,7 +38,7 @@ from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import converted_posteriors
 from slimbayes.prediction.sample import members as members_of
 from slimbayes.train.elbo import check_finite
-from slimbayes.train.likelihoods import LikelihoodName
+from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
 SUMMARIES = ("mean", "aleatoric", "epistemic")
 
@@ -115,7 +114,7 @@ def export(
     check_finite(model)
     check_inputs(model, (args, {}), 0)
     if likelihood is not None:
-        check_noise_rule(model, likelihood)  # refuses an unknown one
+        likelihood_named(likelihood)  # refuses an unknown one
     with evaluating(model), torch.no_grad():
         graph = Graph(
             model,

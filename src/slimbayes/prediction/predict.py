@@ -121,7 +121,7 @@ def predict(
         raise ValueError(
             f"predict takes at most {MOST_DRAWS:,} draws, got draws={draws!r}."
         )
-    checks.check_noise_rule(model, likelihood)
+    likelihood_named(likelihood)  # refuses an unknown one
     if distance is not None:
         distance.check(model)
     if not allow_nonfinite:
@@ -195,7 +195,7 @@ def predict_prefixes(
         raise ValueError(
             f"predict_prefixes needs numbers of draws of at least 1, got {draws!r}."
         )
-    checks.check_noise_rule(model, likelihood)
+    likelihood_named(likelihood)  # refuses an unknown one
     check_finite(model)
     if not allow_nonfinite:
         checks.check_inputs(model, ((x,), {}), before)

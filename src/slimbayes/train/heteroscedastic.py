@@ -10,7 +10,7 @@ from slimbayes.engine.blocks import is_exporting
 from slimbayes.errors import SlimbayesWarning
 
 # Of a heteroscedastic head, in units of the targets' standard deviation: its bounds, and what a softplus of one is.
-LEAST_NOISE, MOST_NOISE, UNIT_NOISE = NOISE_RULE = (0.03, 3.0, 0.3)
+LEAST_NOISE, MOST_NOISE, UNIT_NOISE = (0.03, 3.0, 0.3)
 
 
 def noise_scale(raw: Tensor, spread: float | Tensor = 1.0) -> Tensor:

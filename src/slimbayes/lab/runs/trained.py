@@ -115,9 +115,8 @@ def read_predictor(folder: Path, device: torch.device) -> Predictor:
         mean, std, y_mean, y_std = (
             None if facts[n] is None else _tensor(facts[n]) for n in names
         )
-        # Runs of before they were kept have none.
-        columns = tuple(map(str, facts.get("columns", ())))
-        reader = TableReader.from_dict(facts.get("own"))
+        columns = tuple(map(str, facts["columns"]))
+        reader = TableReader.from_dict(facts["own"])
         likelihood: LikelihoodName = facts["likelihood"]
         if likelihood not in LIKELIHOODS:
             raise ValueError(f"likelihood must be one of {', '.join(LIKELIHOODS)}")

@@ -334,7 +334,7 @@ class Training:
         tensors, facts = found
         extra = restore(tensors, self.network, self.stepper.optimizer)
         self.step = self.saved_step = facts["step"]
-        self.curve, self.seconds = facts["curve"], facts.get("seconds", [])
+        self.curve, self.seconds = facts["curve"], facts["seconds"]
         self.stepper.history.copy_(extra["history"])
         self.tracker.restore(extra)
         if "best" in facts:

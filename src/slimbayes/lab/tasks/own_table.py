@@ -73,22 +73,18 @@ class TableReader:
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any] | None) -> Self | None:
-        """What `to_dict` wrote down, None where there was no table; runs of before there were dates have no kinds."""
+        """What `to_dict` wrote down, None where there was no table."""
         if facts is None:
             return None
         from slimbayes.sklearn.columns import Preparation
 
         learnt = Preparation.from_dict(facts["preparation"])
-        kinds: dict[str, Kind] = {
-            name: "word" if name in learnt.words else "number" for name in learnt.names
-        }
-        kinds = dict(facts["kinds"]) if "kinds" in facts else kinds
         return cls(
             learnt,
             tuple(facts["passed"]),
-            kinds,
+            dict(facts["kinds"]),
             bool(facts["header"]),
-            facts.get("decimal", "point"),
+            facts["decimal"],
         )
 
     def blocks(self, file: Path) -> Iterator[Tensor]:

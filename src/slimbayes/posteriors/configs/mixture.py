@@ -150,26 +150,6 @@ class Mixture(ComponentConfig):
         return f"Mixture({self.assignment}, components={self.components}{', zero' if self.zero else ''})"
 
 
-def dropping(
-    assignment: Assignment,
-    rate: float,
-    draws: Draws,
-    tau: float | None,
-    rho: float | None,
-) -> Mixture:
-    """The two components of dropout: the layer's own weight, and zero with probability `rate`."""
-    probs = (1 - rate, rate)
-    return Mixture(
-        components=2,
-        assignment=assignment,
-        zero=True,
-        probs=probs,
-        draws=draws,
-        tau=tau,
-        rho=rho,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class DropConnect(SiteConfig):
     """DropConnect (Wan et al. 2013) as variational inference: every weight is set to zero with probability `rate`, in
@@ -202,7 +182,15 @@ class DropConnect(SiteConfig):
         self.resolved()  # checks tau and rho
 
     def resolved(self) -> Mixture:
-        return dropping("element", self.rate, self.draws, self.tau, self.rho)
+        return Mixture(
+            components=2,
+            assignment="element",
+            zero=True,
+            probs=(1 - self.rate, self.rate),
+            draws=self.draws,
+            tau=self.tau,
+            rho=self.rho,
+        )
 
 
 def check_layers(config: object, field: str, value: str) -> None:

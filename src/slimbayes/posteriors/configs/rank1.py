@@ -257,7 +257,8 @@ class JointNormal(FactorConfig):
         over: "both" factors, "both+bias", "r" (outputs) or "s" (inputs), the other one a point estimate; or the
             "weights" and biases themselves.
         members: K Gaussians that are mixed; of weights there is one.
-        prior: a `Normal`, the same for every number; beside factors that of biases has mean zero.
+        prior: a `Normal`, the same for every number; beside factors that of biases has mean zero. By default
+            Normal(1, 0.1) of factors, and Normal(0, 1) of weights.
         scale_init: where standard deviations start; correlations start at zero.
         full_up_to: matrices with more numbers than that have independent ones: a covariance holds their square.
         beyond: what weights of such matrices have instead: "independent" numbers, or a covariance that is a "kronecker"
@@ -276,7 +277,7 @@ class JointNormal(FactorConfig):
 
     over: Over = "both"
     members: Count = 1
-    prior: NormalPrior = Normal(1.0, 0.1)  # noqa: RUF009 (immutable)
+    prior: NormalPrior | None = None
     scale_init: Positive = 0.01
     full_up_to: Whole = 1024
     beyond: Literal["independent", "kronecker"] = "independent"
@@ -285,6 +286,9 @@ class JointNormal(FactorConfig):
     directions: Whole | None = None
 
     def __post_init__(self) -> None:
+        if self.prior is None:
+            usual = Normal(0.0, 1.0) if self.over == "weights" else Normal(1.0, 0.1)
+            object.__setattr__(self, "prior", usual)
         super().__post_init__()
         if self.directions is not None and self.over == "weights":
             raise ValueError(

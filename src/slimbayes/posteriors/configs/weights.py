@@ -1,8 +1,7 @@
-"""The configs of posteriors over weights: mean-field, k-tied, matrix and multivariate normal, and radial."""
+"""The configs of posteriors over weights: mean-field, k-tied and matrix normal."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
@@ -11,7 +10,6 @@ from slimbayes.distributions.families import Distribution, Normal
 from slimbayes.distributions.priors import HeNormal
 from slimbayes.posteriors.configs.base import (
     Count,
-    NormalPrior,
     NotNegative,
     Positive,
     SiteConfig,
@@ -160,34 +158,12 @@ class MatrixNormal(GaussianConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorrelatedConfig(SiteConfig):
-    """What configs of posteriors with correlated weights share; `MultivariateNormal` describes the fields."""
+class FullMatrixNormal(SiteConfig):
+    """Matrix normal posterior with full covariances of rows and of columns; `MatrixNormal` has diagonal ones.
 
-    prior: Annotated[Distribution, partial(check_prior, known=(Normal, HeNormal))] = (
-        Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
-    )
-    scale_init: Positive = 0.01
-    limit: Limit = 10_000_000
+    An m x n matrix takes m (m + 1) / 2 + n (n + 1) / 2 numbers beside its mean. Biases stay points.
 
-    @abstractmethod
-    def numbers(self, m: int, n: int) -> int:
-        """How many numbers the covariance of an m x n matrix takes."""
-
-    def check_size(self, site: Site) -> None:
-        """Refuse a matrix whose covariance would take more numbers than the limit."""
-        m, n = site.matrix
-        if self.numbers(m, n) > self.limit:
-            raise ValueError(
-                f"{type(self).__name__}: the covariance of a {m:,} x {n:,} matrix takes {self.numbers(m, n):,} numbers "
-                f"({4e-9 * self.numbers(m, n):,.2f} GB), and limit={self.limit:,}. Use KTied or MeanField, or raise it."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MultivariateNormal(CorrelatedConfig):
-    """Gaussian posterior with a full covariance of all weights of a matrix: for small layers.
-
-    An m x n matrix takes mn (mn + 1) / 2 numbers beside its mean. Biases stay points.
+    `JointNormal(over="weights")` has a full covariance of all weights.
 
     Args:
         prior: `Normal` or `HeNormal`, independent for each weight.
@@ -196,55 +172,24 @@ class MultivariateNormal(CorrelatedConfig):
 
     Example:
         >>> import slimbayes as sb, torch
-        >>> net = sb.bayesianize(torch.nn.Linear(3, 2), sb.MultivariateNormal())
-        >>> sum(p.numel() for p in net.posterior.parameters())
-        21
-    """
-
-    builds: ClassVar[str] = "correlated.MultivariateNormalPosterior"
-
-    def numbers(self, m: int, n: int) -> int:
-        return m * n * (m * n + 1) // 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class FullMatrixNormal(CorrelatedConfig):
-    """Matrix normal posterior with full covariances of rows and of columns; `MatrixNormal` has diagonal ones.
-
-    An m x n matrix takes m (m + 1) / 2 + n (n + 1) / 2 numbers beside its mean. Biases stay points.
-
-    Args: as in `MultivariateNormal`.
-
-    Example:
-        >>> import slimbayes as sb, torch
         >>> net = sb.bayesianize(torch.nn.Linear(3, 2), sb.FullMatrixNormal())
         >>> sum(p.numel() for p in net.posterior.parameters())
         9
     """
 
-    builds: ClassVar[str] = "correlated.FullMatrixNormalPosterior"
+    prior: Annotated[Distribution, partial(check_prior, known=(Normal, HeNormal))] = (
+        Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
+    )
+    scale_init: Positive = 0.01
+    limit: Limit = 10_000_000
+    builds: ClassVar[str] = "full_matrix_normal.FullMatrixNormalPosterior"
 
-    def numbers(self, m: int, n: int) -> int:
-        return m * (m + 1) // 2 + n * (n + 1) // 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Radial(SiteConfig):
-    """Radial posterior over all weights: twice the parameters of the plain model.
-
-    Args:
-        prior: a `Normal`.
-        scale_init, scale_jitter: scales start at Normal(scale_init, scale_jitter), kept above a tenth of scale_init.
-
-    Example:
-        >>> import slimbayes as sb, torch
-        >>> from torch import nn
-        >>> net = sb.bayesianize(nn.Linear(3, 2), Radial(prior=Normal(0.0, 0.3)))
-        >>> sb.sample(net, torch.randn(5, 3), draws=4).shape
-        torch.Size([4, 5, 2])
-    """
-
-    prior: NormalPrior = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
-    scale_init: Positive = 0.02
-    scale_jitter: NotNegative = 0.002
-    builds: ClassVar[str] = "radial.RadialPosterior"
+    def check_size(self, site: Site) -> None:
+        """Refuse a matrix whose covariance would take more numbers than the limit."""
+        m, n = site.matrix
+        numbers = m * (m + 1) // 2 + n * (n + 1) // 2
+        if numbers > self.limit:
+            raise ValueError(
+                f"FullMatrixNormal: the covariance of a {m:,} x {n:,} matrix takes {numbers:,} numbers "
+                f"({4e-9 * numbers:,.2f} GB), and limit={self.limit:,}. Use KTied or MeanField, or raise it."
+            )

@@ -9,16 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from slimbayes.posteriors.configs.base import Config, Count, Rate, SiteConfig
-from slimbayes.posteriors.configs.mixture import Layers, Mixture, dropping
+from slimbayes.posteriors.configs.mixture import Layers
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from slimbayes.layers.site import Site
     from slimbayes.posteriors.base import Posterior
-
-
-Execution = Literal["auto", "loop", "batched"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +34,6 @@ class Ensemble(Config):
         factory: builds a fresh network of the same kind; then each other member is one, started as the network itself.
             It is not part of the config's JSON. The lab gives it for the networks of its configs.
         jitter: standard deviation of the noise on copied parameters, relative to their root mean square.
-        execution: "loop" runs members one after another, "batched" all at once through torch.vmap, "auto" batched where
-            that was measured to be faster (results/benchmarks/ensembles_h200.json): many members made of plain dense
-            layers (faster with 20, not with 5; it switches at 16).
 
     Example:
         >>> import slimbayes as sb, torch
@@ -52,7 +46,6 @@ class Ensemble(Config):
     members: Count = 5
     init: Literal["fresh", "copies"] = "fresh"
     jitter: float = 0.0
-    execution: Execution = "auto"
     factory: Callable[[], Any] | None = field(default=None, repr=False, compare=False)
     whole: ClassVar[bool] = True
     covers = ("matrix", "table", "norm")
@@ -134,9 +127,12 @@ class MCDropout(SiteConfig):
             mapping's pattern picks. "norm", "output", "input", joined by "+", or a regular expression put dropout in
             front of those layers.
         unit: "element" drops every number on its own (nn.Dropout); "channel" drops whole channels (nn.Dropout2d), or
-            the same inputs at all positions. A dropout layer of the model keeps its own unit.
-        tau, rho: prior precisions, for matrices with unit="channel" (Eq. 2). By default the prior is left to weight
-            decay.
+            the same inputs at all positions, of a recurrent layer at each step anew. A dropout layer of the model keeps
+            its own unit.
+
+    The prior is left to weight decay. Dropout as a distribution over weights, with a prior (Eq. 2), for embeddings, and
+    for recurrent layers with one mask at all steps, is `Mixture(components=2, assignment="input", zero=True,
+    probs=(1 - rate, rate), draws="example")`.
 
     Example:
         >>> import slimbayes as sb, torch
@@ -150,28 +146,8 @@ class MCDropout(SiteConfig):
     rate: Rate | None = None
     before: Layers | None = None
     unit: Literal["element", "channel"] = "element"
-    tau: float | None = None
-    rho: float | None = None
     covers = ("matrix", "table", "norm", "dropout")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tau is not None and self.unit != "channel":
-            raise ValueError(
-                "MCDropout: tau needs unit='channel', where a draw is a weight matrix; "
-                "use weight decay with unit='element'."
-            )
-        self.resolved()  # checks tau and rho
-
-    def resolved(self) -> Mixture:
-        """Of whole channels in front of a matrix."""
-        return dropping(
-            "input",
-            0.005 if self.rate is None else self.rate,
-            "example",
-            self.tau,
-            self.rho,
-        )
+    builds: ClassVar[str] = "mc_dropout.DropoutPosterior"
 
     def targets(
         self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool
@@ -189,11 +165,12 @@ class MCDropout(SiteConfig):
         return None if named else own_dropout(model, offered)
 
     def build(self, site: Site) -> Posterior:
-        from slimbayes.posteriors.mc_dropout import DropoutPosterior
-
-        if site.kind in ("matrix", "table") and self.unit == "channel":
-            return super().build(site)
-        return DropoutPosterior(self, site)
+        if site.kind == "table":
+            raise ValueError(
+                "MCDropout: an embedding is given word indices, of which none can be dropped. Use Mixture(components=2, "
+                "assignment='input', zero=True, probs=(1 - rate, rate), draws='example'), which drops words."
+            )
+        return super().build(site)
 
     def describe(self) -> str:
         return f"MCDropout(rate={'own or 0.005' if self.rate is None else self.rate})"

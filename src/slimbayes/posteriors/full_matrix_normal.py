@@ -1,10 +1,9 @@
-"""Gaussian posteriors with correlated weights: draws, the exact KL, and triangular factors.
+"""The matrix normal posterior with full covariances of rows and of columns (Louizos & Welling 2016; Sun et al. 2017).
 
-    w = mean + T e          e ~ Normal(0, 1) for each weight;  T lower triangular: the Cholesky factor of the covariance
+    W = mean + A E B^T      E ~ Normal(0, 1) for each weight;  A (m x m) and B (n x n) lower triangular
 
-    MultivariateNormal      T (mn x mn) of all weights, row after row of the matrix view (Table 1 of Swiatkowski et al.)
-    FullMatrixNormal        W = mean + A E B^T: T = A (x) B, lower triangular, of rows and of columns (Louizos & Welling
-                            2016; Sun et al. 2017); with diagonal A and B it is `MatrixNormal`, the 1-tied Normal
+So T = A (x) B is the Cholesky factor of the covariance of all weights. With diagonal A and B it is `MatrixNormal`, the
+1-tied Normal.
 
     KL(q || Normal(m, s)) = (sum_ij T_ij^2 + |mean - m|^2) / (2 s^2) - D / 2 + D log s - sum_i log T_ii
 
@@ -17,7 +16,6 @@ Sizes: m x n the matrix view of a weight, D = m n its weights, d draws of a pass
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -29,11 +27,7 @@ from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import WeightPosterior
-from slimbayes.posteriors.configs.weights import (
-    CorrelatedConfig,
-    FullMatrixNormal,
-    MultivariateNormal,
-)
+from slimbayes.posteriors.configs.weights import FullMatrixNormal
 
 
 class Triangle(nn.Module):
@@ -54,28 +48,31 @@ class Triangle(nn.Module):
         return cholesky_factor(self.log_scale, self.below)
 
 
-class CorrelatedPosterior(WeightPosterior):
-    """A triangular factor of the covariance around the layer's own weight; subclasses say how it is parameterised."""
+class FullMatrixNormalPosterior(WeightPosterior):
+    """The factors A (m, m) and B (n, n) around the layer's own weight."""
 
     regularises_mean = True
     prior: Any  # of the weights of this layer: a Normal
 
-    def __init__(self, config: CorrelatedConfig, site: Site) -> None:
+    def __init__(self, config: FullMatrixNormal, site: Site) -> None:
         super().__init__()
         config.check_size(site)
         self.site, self.prior = site, config.prior.for_layer(site.matrix[0])
+        self.rows, self.columns = (
+            Triangle(size, math.sqrt(config.scale_init)) for size in site.matrix
+        )
 
-    @abstractmethod
     def spread(self, noise: Tensor) -> Tensor:
-        """T e of noise (d, m, n): (d, m, n)."""
+        """A E B^T of noise (d, m, n)."""
+        return self.rows.matrix() @ noise @ self.columns.matrix().T
 
-    @abstractmethod
     def variances(self, free: Tensor) -> Tensor:
         """Variance of each weight where noise is that of the free ones, marked by ones in (m, n): (m, n)."""
+        return self.rows.matrix().square() @ free @ self.columns.matrix().square().T
 
-    @abstractmethod
     def log_diagonal(self) -> Tensor:
         """log T_ii of each weight, (m, n)."""
+        return self.rows.log_scale.unsqueeze(1) + self.columns.log_scale
 
     def scale(self) -> Tensor:
         """Standard deviation of each weight by itself, in the shape of the stored weight."""
@@ -139,40 +136,3 @@ class CorrelatedPosterior(WeightPosterior):
                 deviation[free > 0] / prior.scale,
             )
         ]
-
-
-class MultivariateNormalPosterior(CorrelatedPosterior):
-    """The factor T (mn, mn)."""
-
-    def __init__(self, config: MultivariateNormal, site: Site) -> None:
-        super().__init__(config, site)
-        m, n = site.matrix
-        self.factor = Triangle(m * n, config.scale_init)
-
-    def spread(self, noise: Tensor) -> Tensor:
-        return (noise.flatten(1) @ self.factor.matrix().T).view(noise.shape)
-
-    def variances(self, free: Tensor) -> Tensor:
-        return (self.factor.matrix().square() @ free.flatten()).view(free.shape)
-
-    def log_diagonal(self) -> Tensor:
-        return self.factor.log_scale.view(self.site.matrix)
-
-
-class FullMatrixNormalPosterior(CorrelatedPosterior):
-    """The factors A (m, m) and B (n, n)."""
-
-    def __init__(self, config: FullMatrixNormal, site: Site) -> None:
-        super().__init__(config, site)
-        self.rows, self.columns = (
-            Triangle(size, math.sqrt(config.scale_init)) for size in site.matrix
-        )
-
-    def spread(self, noise: Tensor) -> Tensor:
-        return self.rows.matrix() @ noise @ self.columns.matrix().T
-
-    def variances(self, free: Tensor) -> Tensor:
-        return self.rows.matrix().square() @ free @ self.columns.matrix().square().T
-
-    def log_diagonal(self) -> Tensor:
-        return self.rows.log_scale.unsqueeze(1) + self.columns.log_scale
