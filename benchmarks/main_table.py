@@ -294,7 +294,7 @@ def lead(records: Sequence[Record]) -> str:
         f"images from CIFAR-10's better. [The whole table](docs/cifar10.md)."
     )
     before = (
-        f"On CIFAR-10 (WRN-16-4, {len(found['EMP'])} seeds) EMP at the plain network's training time, with four "
+        f"On CIFAR-10 (WRN-16-4, {len(found['EMP'])} seeds) EMP (`ModelPatch`) at plain's training time, with four "
         "passes per prediction:"
     )
     return "\n\n".join([fill(before, 119), "\n".join(lines), fill(text, 119)]) + "\n"

@@ -330,8 +330,8 @@ def which() -> str:
         f"NLL less the plain network's (lower is better), mean of {len(defaults()[0].tasks)} small tasks at equal "
         "epochs with the settings of [recipes](docs/recipes.md), clean and shifted examples, four members, each of which "
         "sees every example. `laplace`: number of other tasks ([fine-tuning](docs/fine_tuning.md)). Rank-1 adds "
-        f"{wide / sizes[0]:.1%} to the parameters of ResNet-50 and {small / sizes[2]:.1%} to those of the small network "
-        "above ([cost](docs/cost.md), [all methods](docs/methods/index.md))."
+        f"{wide / sizes[0]:.1%} to the parameters of ResNet-50 and {small / sizes[2]:.1%} to those of an MLP "
+        "64-256-10 ([cost](docs/cost.md), [all methods](docs/methods/index.md))."
     )
     return f"{table(rows)}\n\n{fill(text, 119)}"
 
@@ -417,7 +417,7 @@ def demo() -> str:
         f"accuracy from {plain['corrupted_accuracy']:.1%} to {ours['corrupted_accuracy']:.1%} and lower its NLL from "
         f"{plain['corrupted_nll']:.2f} to {ours['corrupted_nll']:.2f} (means of {ours['seeds']:.0f} seeds). That costs "
         f"{ours['overhead']:.1%} more parameters, {seconds:.1f} times the seconds of training and {ours['passes']:.0f} "
-        f"passes per prediction. **Where it does not help:** on clean digits accuracy stays at {ours['accuracy']:.1%} "
+        f"passes per prediction. **Where it does not help:** on clean digits accuracy is {ours['accuracy']:.1%} "
         f"(plain {plain['accuracy']:.1%})"
     )
     if behind:

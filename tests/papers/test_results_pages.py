@@ -164,7 +164,7 @@ def test_the_lead_says_who_is_better_and_worse_than_plain() -> None:
     ]
     records += [record("EMP", seed, 0.4 + 0.01 * seed, 0.9) for seed in seeds]
     records += [record("rank-1 Normal", seed, 0.6 + 0.01 * seed, 0.9) for seed in seeds]
-    text = main_table.lead(records)
+    text = " ".join(main_table.lead(records).split())
     assert "On clean images EMP has a lower NLL than plain beyond noise" in text
     assert "1 of 2 have a higher one, rank-1 Normal among them (0.615)" in text
     assert "| EMP |" in text and "| rank-1 Normal |" not in text
