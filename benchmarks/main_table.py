@@ -1,4 +1,4 @@
-"""CIFAR's main tables: README.md, docs/cifar10.svg and experiments/cifar10/README.md from the records of their runs.
+"""CIFAR's main tables: docs/cifar10.md, README's rows of them, docs/cifar10.svg and experiments/cifar10/README.md from the records of their runs.
 
 python benchmarks/main_table.py               from results/cifar10/{methods,tune,moonshot} and results/cifar100/methods
 python benchmarks/main_table.py take FOLDER   the same, after taking records from run directories in that folder
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from math import nan
 from pathlib import Path
+from textwrap import fill
 from typing import NamedTuple
 
 from cells import between
@@ -238,7 +239,7 @@ def block(
     records: Sequence[Record], cost: Mapping[str, float] | None = None, longer: Sequence[Record] = (),
     hundred: Sequence[Record] = (),
 ) -> str:  # fmt: skip
-    """What stands between README's marks; `longer` are the attempts of moonshot.yaml, `hundred` runs on CIFAR-100."""
+    """What stands between the marks of docs/cifar10.md; `longer` are the attempts of moonshot.yaml, `hundred` runs on CIFAR-100."""
     found, cost = methods(records), costs() if cost is None else cost
     if PLAIN not in found:
         return f"The table of all methods on CIFAR-10 at equal cost has no records yet: `{COMMAND}`.\n"
@@ -249,16 +250,58 @@ def block(
         f"{'-'.join(map(str, sorted({seeds[0], seeds[-1]})))} seeds. + and -: better or worse than plain beyond noise "
         f"(95 % t interval of paired differences){'; cost: measured, in plain epochs' if cost else ''}. Corrupted: 15 "
         f"corruptions x 5 "
-        f"severities; OOD: CIFAR-100 ([how](experiments/cifar10/README.md)).",
+        f"severities; OOD: CIFAR-100 ([how](../experiments/cifar10/README.md)).",
         "", *table(found, cost), "",
-        "![NLL of every method on clean and corrupted images](docs/cifar10.svg)", "",
+        "![NLL of every method on clean and corrupted images](cifar10.svg)", "",
         f"{reading(found)} {summit(longer)}".strip(), "",
-        *([f"**The same settings on CIFAR-100** ([table](experiments/cifar10/README.md)). "
+        *([f"**The same settings on CIFAR-100** ([table](../experiments/cifar10/README.md)). "
            f"{reading(methods(hundred))}", ""] if hundred else []),
-        f"What the papers claim and what came out here: [docs/reproduction.md](docs/reproduction.md), "
+        f"What the papers claim and what came out here: [reproduction](reproduction.md), "
         f"generated, as is this: `{COMMAND}`, then `make reproduction`.",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+LEAD = ("nll", "accuracy", "corrupted_nll", "corrupted_accuracy")  # README's columns
+
+
+def lead(records: Sequence[Record]) -> str:
+    """What stands between README's marks: EMP beside the plain network, and what the whole table says against us."""
+    found = methods(records)
+    shown = [column for column in COLUMNS if column[0] in LEAD]
+    heads = ["method", "more parameters", *(column[1] for column in shown)]
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
+    for name in (PLAIN, "EMP"):
+        mine = found[name].values()
+        cells = [
+            f"{mean([one[score] * unit for one in mine]):.{digits}f}"
+            for score, _, unit, digits, _ in shown
+        ]
+        more = mean([one["overhead"] for one in mine])
+        lines.append(f"| {name} | {more:.1%} | {' | '.join(cells)} |")
+    others = [name for name in found if name != PLAIN]
+    worse = [name for name in others if better(found, name, "nll", True) is False]
+    ahead = [name for name in others if better(found, name, "nll", True)]
+    rank1 = "rank-1 Normal"
+    among = ""
+    if rank1 in worse:
+        nll = mean([one["nll"] for one in found[rank1].values()])
+        among = f", {rank1} among them ({nll:.3f})"
+    ood = [name for name in others if better(found, name, "ood_auroc", False)]
+    text = (
+        f"On clean images {_names(ahead)} has a lower NLL than plain beyond noise, and {len(worse)} of "
+        f"{len(others)} have a higher one{among}; {_names(ood)} tells CIFAR-100's "
+        f"images from CIFAR-10's better. [The whole table](docs/cifar10.md)."
+    )
+    before = (
+        f"On CIFAR-10 (WRN-16-4, {len(found['EMP'])} seeds) EMP (`ModelPatch`) at plain's training time, with four "
+        "passes per prediction:"
+    )
+    return "\n\n".join([fill(before, 119), "\n".join(lines), fill(text, 119)]) + "\n"
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names) or "no method"
 
 
 def _budget(records: Sequence[Record]) -> int:
@@ -492,7 +535,7 @@ def summit(records: Sequence[Record]) -> str:
         f"At the cost of {budget.cost}, where an ensemble's members train for {budget.epochs[_ENSEMBLE]} each "
         f"({seeds} seed{'s' * (seeds > 1)}, on nine tenths of the images), NLL on clean and corrupted images is "
         f"{budget.shown(_ENSEMBLE)} for the ensemble of four and {budget.shown(PLAIN)} for the plain network; {own} "
-        f"([all of them](experiments/cifar10/README.md))."
+        f"([all of them](../experiments/cifar10/README.md))."
     )
 
 
@@ -502,13 +545,16 @@ def main(words: Sequence[str]) -> None:
     records = kept_records()
     shown = block(records, longer=kept_attempts(), hundred=kept_records(HUNDRED))
     for file, middle in (
-        (ROOT / "README.md", shown),
+        (ROOT / "README.md", lead(records)),
+        (ROOT / "docs" / "cifar10.md", shown),
         (CONFIG.with_name("README.md"), cifar_page()),
     ):
         file.write_text(between(file.read_text(), MARKS, middle))
     if records:
         (ROOT / "docs" / "cifar10.svg").write_text(figure(methods(records)))
-    print(f"{len(records)} records: README.md, experiments/cifar10/README.md")
+    print(
+        f"{len(records)} records: README.md, docs/cifar10.md, experiments/cifar10/README.md"
+    )
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ html_theme = "furo"
 html_title = f"slimbayes {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["copy.js"]
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
 html_copy_source = False

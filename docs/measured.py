@@ -1,6 +1,7 @@
 """Tables of what was measured, from results/ and the docs' own pages, for the site and the README.
 
-python docs/measured.py        # writes README's table of parameters and its times of steps anew
+python docs/measured.py               # writes anew what README.md and docs/cost.md say between marks
+python docs/measured.py take FOLDER   # the same, after taking the scores of `make demo` from its folder
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
+from textwrap import fill
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -24,13 +26,35 @@ def table(rows: Rows) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
-def small_tasks(methods: Iterable[str]) -> str:
-    """The recipes' scores beside a plain network's, from the record behind docs/recipes.md."""
+@cache
+def defaults() -> tuple[Any, Mapping[tuple[str, str], str]]:
+    """The record behind docs/recipes.md, and which candidate is a method's recipe from which start."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from defaults_page import Results, choice
 
     record = json.loads((ROOT / "results/defaults/cells.json").read_text())
-    found, chosen = Results(record), choice(record)
+    return Results(record), choice(record)
+
+
+def gains(method: str, start: str) -> tuple[float, float, int]:
+    """NLL less the plain network's, mean over tasks, on clean and on shifted examples; tasks that are harmed."""
+    found, chosen = defaults()
+    name = chosen[method, start]
+    clean, shifted = (
+        mean(
+            difference
+            for task in found.tasks
+            if (difference := found.difference(task, start, name, score)) is not None
+        )
+        for score in ("test_nll", "test_shifted_nll")
+    )
+    harmed = sum(found.harms(task, start, name) for task in found.tasks)
+    return clean, shifted, harmed
+
+
+def small_tasks(methods: Iterable[str]) -> str:
+    """The recipes' scores beside a plain network's, from the record behind docs/recipes.md."""
+    found, chosen = defaults()
     rows = [
         [
             "method",
@@ -46,17 +70,8 @@ def small_tasks(methods: Iterable[str]) -> str:
         for start in ("scratch", "trained"):
             if (method, start) not in chosen:
                 continue
-            name = chosen[method, start]
-            clean, moved = (
-                mean(
-                    d
-                    for t in found.tasks
-                    if (d := found.difference(t, start, name, what)) is not None
-                )
-                for what in ("test_nll", "test_shifted_nll")
-            )
-            one = found.candidates[name]
-            harmed = sum(found.harms(task, start, name) for task in found.tasks)
+            one = found.candidates[chosen[method, start]]
+            clean, shifted, harmed = gains(method, start)
             rows.append(
                 [
                     method,
@@ -64,9 +79,10 @@ def small_tasks(methods: Iterable[str]) -> str:
                     f"`{one['written']}`",
                     f"{one['temperature']:g}",
                     f"{clean:+.3f}",
+                    f"{shifted:+.3f}",
+                    f"{harmed} of {len(found.tasks)}",
                 ]
             )
-            rows[-1] += [f"{moved:+.3f}", f"{harmed} of {len(found.tasks)}"]
     if len(rows) == 1:
         return ""
     words = "Small real tasks (less is better; [recipes](../recipes.md) has each task and says how recipes were chosen):"
@@ -133,7 +149,7 @@ def steps(prefixes: tuple[str, ...]) -> str:
     return f"Time and memory over the plain network's, {device} ([all of it](../performance.md)):\n\n{table(rows)}"
 
 
-RECORDED = {  # README's names of cases and methods
+RECORDED = {  # names of cases and methods on docs/cost.md
     "GPT-2 small with a frozen base": ("gpt2", "rank-1, frozen base"),
     "ViT-B/16 with a frozen base": ("vit", "rank-1, frozen base"),
     "WRN-28-10": ("wrn-rank1", "rank-1 per example"),
@@ -144,7 +160,7 @@ RECORDED = {  # README's names of cases and methods
 
 
 def speed() -> str:
-    """README's sentences on rank-1 steps that are recorded as CUDA graphs."""
+    """What docs/cost.md says of rank-1 steps that are recorded as CUDA graphs."""
     record = json.loads((ROOT / "results/benchmarks/gpu_h200.json").read_text())
     found = {
         (one["case"], one["method"]): one
@@ -158,11 +174,11 @@ def speed() -> str:
     ]
     cost = f"{min(ratios):.2f} to {max(ratios):.2f}"
     return (
-        f"- **A rank-1 step costs {cost} times a plain one, recorded as one CUDA graph.** "
+        f"**A rank-1 step costs {cost} times a plain one, recorded as one CUDA graph.** "
         f"{record['machine']['device']}, K = 4 members, as many rows as the plain network, steps as the lab and "
         f"`sb.recorded` run them, in ms: {'; '.join(each)} (`results/benchmarks/gpu_h200.json`). "
         "Outside of a graph small steps wait for Python, Gaussians over all weights cost twice a plain step, and most "
-        "of our own targets are missed or unclear: [docs/performance.md](docs/performance.md), generated, has every "
+        "of our own targets are missed or unclear: [performance](performance.md), generated, has every "
         "number next to its target and to rivals, and says what each miss is bound by."
     )
 
@@ -198,7 +214,7 @@ def networks() -> list[tuple[str, Any]]:
 
 
 def configs() -> dict[str, Any]:
-    """What each method's page and README's table count, with defaults but for the members."""
+    """What each method's page and docs/cost.md count, with defaults but for the members."""
     import slimbayes as sb
 
     return {
@@ -284,8 +300,136 @@ def measured(asked: Mapping[str, str]) -> str:
     return "\n\n".join(parts.values())
 
 
-def with_tables(readme: str) -> str:
-    """README with its table of parameters and its times of steps made anew."""
+# --- README: which method, and the demo's result ---
+
+DEMO = ROOT / "results/demo.json"
+OF_SMALL_TASKS = {  # a method's config: who takes it, its recipe, and what it costs
+    "Rank1": ("inputs may shift", "rank-1 Normal", "vectors; four passes"),
+    "BatchEnsemble": ("no KL is wanted", "BatchEnsemble", "vectors; four passes"),
+    "Ensemble": ("memory is plenty", "deep ensemble", "networks; four passes"),
+    "ModelPatch": ("steps must stay cheap", "EMP", "norm layers; one pass"),
+}
+
+
+def which() -> str:
+    """README's table: where each method helps and what it costs."""
+    rows = [
+        ["take", "when", "NLL", "shifted NLL", "what is added; passes a training step"]
+    ]
+    for config, (when, recipe, cost) in OF_SMALL_TASKS.items():
+        clean, shifted, _ = gains(recipe, "scratch")
+        rows.append([f"`{config}`", when, f"{clean:+z.2f}", f"{shifted:+z.2f}", cost])
+    clean, shifted = (_laplace(score) for score in ("NLL", "NLL, shifted"))
+    rows.append(
+        ["`laplace`", "it is trained already", clean, shifted, "a covariance; none"]
+    )
+    wide, _, small = more_parameters("rank-1, 4 members")
+    sizes = [sum(p.numel() for p in net.parameters()) for _, net in networks()]
+    assert wide is not None and small is not None
+    text = (
+        f"NLL less the plain network's (lower is better), mean of {len(defaults()[0].tasks)} small tasks at equal "
+        "epochs with the settings of [recipes](docs/recipes.md), clean and shifted examples, four members, each of which "
+        "sees every example. `laplace`: number of other tasks ([fine-tuning](docs/fine_tuning.md)). Rank-1 adds "
+        f"{wide / sizes[0]:.1%} to the parameters of ResNet-50 and {small / sizes[2]:.1%} to those of an MLP "
+        "64-256-10 ([cost](docs/cost.md), [all methods](docs/methods/index.md))."
+    )
+    return f"{table(rows)}\n\n{fill(text, 119)}"
+
+
+def _laplace(score: str) -> str:
+    """On how many tasks of docs/fine_tuning.md rank-1 Laplace is better than the plain network, and worse."""
+    page = (ROOT / "docs/fine_tuning.md").read_text()
+    row = re.search(
+        rf"^\| rank-1 Laplace \| plain \| {score} \| (\d+) \| (\d+) \| (\d+) \|$",
+        page,
+        re.M,
+    )
+    assert row is not None, f"docs/fine_tuning.md has no row of {score}"
+    better, level, worse = map(int, row.groups())
+    return f"better on {better} of {better + level + worse}, worse on {worse}"
+
+
+def demo_scores(folder: Path) -> list[dict[str, Any]]:
+    """What README says of the runs of `make demo`, a mapping for each run."""
+    runs = []
+    for file in sorted(folder.glob("*/record.json")):
+        record = json.loads(file.read_text())
+        most = max(e["draws"] for e in record["evaluations"])
+        judged = [e for e in record["evaluations"] if e["draws"] == most]
+        of = {
+            role: [e["metrics"] for e in judged if e["role"] == role]
+            for role in ("test", "corruption", "ood")
+        }
+        runs.append(
+            {
+                "method": record["name"],
+                "seed": record["seed"],
+                "config_hash": record["config_hash"],
+                "parameters": record["parameters"],
+                "train_seconds": record["cost"]["train_seconds"],
+                "passes": most,
+                "accuracy": of["test"][0]["accuracy"],
+                "nll": of["test"][0]["nll"],
+                "corrupted_accuracy": mean(m["accuracy"] for m in of["corruption"]),
+                "corrupted_nll": mean(m["nll"] for m in of["corruption"]),
+                "ood_auroc": mean(m["auroc"] for m in of["ood"]),
+            }
+        )
+    return runs
+
+
+def take_demo(folder: Path) -> None:
+    """Keep what README says of the runs of `make demo`."""
+    if not (runs := demo_scores(folder)):
+        raise ValueError(f"{folder} has no runs of `make demo`")
+    kept = {"command": "make demo", "runs": runs}
+    DEMO.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def demo_means() -> dict[str, dict[str, float]]:
+    """Means over seeds of what was kept, by method."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for run in json.loads(DEMO.read_text())["runs"]:
+        runs.setdefault(run["method"], []).append(run)
+    found = {}
+    for method, some in runs.items():
+        size = some[0]["parameters"]
+        found[method] = {
+            name: mean(run[name] for run in some)
+            for name, value in some[0].items()
+            if isinstance(value, int | float)
+        } | {"seeds": len(some), "overhead": size["total"] / size["plain"] - 1}
+    return found
+
+
+def demo() -> str:
+    """README's sentences on what `make demo` prints."""
+    means = demo_means()
+    plain, ours = means["plain"], means["rank-1 Cauchy"]
+    behind = [
+        name
+        for name, one in means.items()
+        if one["corrupted_nll"] > plain["corrupted_nll"]
+    ]
+    seconds = ours["train_seconds"] / plain["train_seconds"]
+    text = (
+        f"On digits that are corrupted, after training on clean ones, four rank-1 members raise the plain network's "
+        f"accuracy from {plain['corrupted_accuracy']:.1%} to {ours['corrupted_accuracy']:.1%} and lower its NLL from "
+        f"{plain['corrupted_nll']:.2f} to {ours['corrupted_nll']:.2f} (means of {ours['seeds']:.0f} seeds). That costs "
+        f"{ours['overhead']:.1%} more parameters, {seconds:.1f} times the seconds of training and {ours['passes']:.0f} "
+        f"passes per prediction. **Where it does not help:** on clean digits accuracy is {ours['accuracy']:.1%} "
+        f"(plain {plain['accuracy']:.1%})"
+    )
+    if behind:
+        text += f", and {' and '.join(behind)} is behind plain on corrupted ones"
+    return fill(f"{text}.", 119)
+
+
+# --- pages with marks ---
+
+
+def pages() -> dict[str, dict[str, str]]:
+    """What is generated between marks, by page."""
     chosen = (
         "rank-1, 4 members",
         "BatchEnsemble, 4 members",
@@ -293,15 +437,27 @@ def with_tables(readme: str) -> str:
         "mean-field",
         "deep ensemble, 4 members",
     )
-    for name, text in (("parameters", parameters(chosen)), ("speed", speed())):
-        readme = re.sub(
-            rf"(?s)(<!-- {name} -->\n).*?(<!-- /{name} -->)",
-            rf"\1{text}\n\2",
-            readme,
-            count=1,
-        )
-    return readme
+    return {
+        "README.md": {"which": which(), "demo": demo()},
+        "docs/cost.md": {"parameters": parameters(chosen), "speed": speed()},
+    }
+
+
+def with_marks(page: str, texts: Mapping[str, str]) -> str:
+    """A page with each text between its marks."""
+    for name, text in texts.items():
+        start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        before, found_start, rest = page.partition(start)
+        _, found_end, after = rest.partition(end)
+        if not (found_start and found_end):
+            raise ValueError(f"the page has no marks <!-- {name} -->")
+        page = f"{before}{start}{text}\n{end}{after}"
+    return page
 
 
 if __name__ == "__main__":
-    (ROOT / "README.md").write_text(with_tables((ROOT / "README.md").read_text()))
+    if sys.argv[1:2] == ["take"]:
+        take_demo(Path(sys.argv[2]))
+    for name, texts in pages().items():
+        file = ROOT / name
+        file.write_text(with_marks(file.read_text(), texts))

@@ -1,7 +1,4 @@
-"""What the site makes by itself: the API's pages from api.py, tables of what was measured from results/, links.
-
-python docs/site_pages.py        # writes README's table of parameters anew
-"""
+"""What the site makes by itself: the API's pages from api.py, tables of what was measured from results/, links."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""What a network knows between its data: a curve with a gap, five ways.
+"""What a network knows between its data: a curve with a gap, four ways.
 
 python docs/gallery/bands.py        # writes docs/gallery/bands.png
 """
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,15 @@ def data() -> tuple[Tensor, Tensor]:
     return x, torch.sin(1.5 * x) + NOISE * torch.randn(x.shape, generator=generator)
 
 
-def train(net: nn.Module, x: Tensor, y: Tensor, steps: int) -> nn.Module:
+def train(
+    net: nn.Module, x: Tensor, y: Tensor, steps: int, temperature: float = 1.0
+) -> nn.Module:
     optimizer = torch.optim.Adam(sb.param_groups(net), 1e-2)
     for step in range(steps):
         nll = sb.gaussian(sb.sample(net, x, seed=step), y, likelihood_std=NOISE)
         optimizer.zero_grad()
-        (sb.members(net) * sb.elbo(nll, net, num_data=len(x)).loss).backward()
+        terms = sb.elbo(nll, net, num_data=len(x), temperature=temperature)
+        (sb.members(net) * terms.loss).backward()
         optimizer.step()
     return net.eval()
 
@@ -53,23 +55,23 @@ def main(out: Path = PICTURE, steps: int = 1000) -> dict[str, float]:
 
     torch.manual_seed(0)
     plain = train(sb.bayesianize(build(), sb.Deterministic()), x, y, steps)
-    members = sb.BatchEnsemble(members=8, mean_init=sb.Normal(1.0, 0.5))
-    batch = train(sb.bayesianize(build(), members), x, y, steps)
+    # The recipe as it stands in docs/recipes.md; nothing was chosen for this picture.
+    config, temperature = sb.recipe("rank-1 Normal", start="scratch")
+    rank1 = train(sb.bayesianize(build(), config), x, y, steps, temperature)
     deep = train(
-        sb.bayesianize(build(), sb.Ensemble(members=5, factory=build)), x, y, steps
+        sb.bayesianize(build(), sb.Ensemble(members=4, factory=build)), x, y, steps
     )
-    laplace = sb.debayesianize(copy.deepcopy(plain))
-    sb.laplace(laplace, [(x, y)], likelihood="gaussian", likelihood_std=NOISE)
-    near = sb.distance(plain, [(x, y)], likelihood="gaussian")
+    near = sb.distance(rank1, [(x, y)], likelihood="gaussian")
     how: dict[str, Any] = {"likelihood": "gaussian", "likelihood_std": NOISE}
     shown = {
         "plain network": sb.predict(plain, grid, **how),
-        "BatchEnsemble, 8 members": sb.predict(batch, grid, **how),
-        "deep ensemble, 5 networks": sb.predict(deep, grid, **how),
-        "plain, then laplace": sb.predict_linearised(laplace, grid, **how),
-        "plain, with distance": sb.predict(plain, grid, distance=near, **how),
+        "Rank1, 4 members": sb.predict(rank1, grid, draws=16, seed=0, **how),
+        "Ensemble, 4 networks": sb.predict(deep, grid, **how),
+        "Rank1 with distance": sb.predict(
+            rank1, grid, draws=16, seed=0, distance=near, **how
+        ),
     }
-    figure = Figure(figsize=(13, 2.9), layout="constrained")
+    figure = Figure(figsize=(11, 2.9), layout="constrained")
     spread = {}
     for panel, (name, prediction) in zip(
         figure.subplots(1, len(shown), sharey=True), shown.items(), strict=True

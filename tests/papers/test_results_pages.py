@@ -138,29 +138,36 @@ def test_stars_pair_rows_of_a_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_readme_and_the_page_of_cifar10_are_made_of_the_records() -> None:
+def test_readme_and_the_pages_of_cifar10_are_made_of_the_records() -> None:
     records = main_table.kept_records()
-    readme, page = (
-        (ROOT / "README.md").read_text(),
-        (METHODS.parent / "README.md").read_text(),
+    table = main_table.block(
+        records,
+        longer=main_table.kept_attempts(),
+        hundred=main_table.kept_records(main_table.HUNDRED),
     )
-    assert (
-        main_table.between(
-            readme,
-            main_table.MARKS,
-            main_table.block(
-                records,
-                longer=main_table.kept_attempts(),
-                hundred=main_table.kept_records(main_table.HUNDRED),
-            ),
-        )
-        == readme
+    for file, text in (
+        (ROOT / "README.md", main_table.lead(records)),
+        (ROOT / "docs" / "cifar10.md", table),
+        (METHODS.parent / "README.md", main_table.cifar_page()),
+    ):
+        page = file.read_text()
+        assert main_table.between(page, main_table.MARKS, text) == page
+    assert (ROOT / "docs" / "cifar10.svg").read_text() == main_table.figure(
+        main_table.methods(records)
     )
-    assert main_table.between(page, main_table.MARKS, main_table.cifar_page()) == page
-    if records:
-        assert (ROOT / "docs" / "cifar10.svg").read_text() == main_table.figure(
-            main_table.methods(records)
-        )
+
+
+def test_the_lead_says_who_is_better_and_worse_than_plain() -> None:
+    seeds = range(4)
+    records = [
+        record("plain", seed, 0.5 + 0.01 * seed, 1.0, total=100) for seed in seeds
+    ]
+    records += [record("EMP", seed, 0.4 + 0.01 * seed, 0.9) for seed in seeds]
+    records += [record("rank-1 Normal", seed, 0.6 + 0.01 * seed, 0.9) for seed in seeds]
+    text = " ".join(main_table.lead(records).split())
+    assert "On clean images EMP has a lower NLL than plain beyond noise" in text
+    assert "1 of 2 have a higher one, rank-1 Normal among them (0.615)" in text
+    assert "| EMP |" in text and "| rank-1 Normal |" not in text
 
 
 def test_the_table_marks_what_differs_from_plain_beyond_noise() -> None:

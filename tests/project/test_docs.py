@@ -1,6 +1,7 @@
 """The site builds without a warning and without a broken link; what it makes by itself is whole and up to date."""
 
 import importlib.util
+import json
 import re
 import sys
 import warnings
@@ -108,23 +109,64 @@ def test_a_table_that_nobody_measured_is_refused(tables: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_the_readme_s_table_of_parameters_is_what_the_library_counts(
+def test_numbers_of_the_readme_and_of_costs_are_those_of_the_records(
     tables: ModuleType,
 ) -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert tables.with_tables(readme) == readme, (
-        "python docs/measured.py writes it anew"
-    )
-    table = readme.partition("<!-- parameters -->")[2].partition(
-        "<!-- /parameters -->"
-    )[0]
+    for name, texts in tables.pages().items():
+        page = (ROOT / name).read_text()
+        assert tables.with_marks(page, texts) == page, (
+            f"python docs/measured.py writes {name} anew"
+        )
+    cost = (ROOT / "docs" / "cost.md").read_text()
     assert (
-        "+1.6%" in table and "+28.6%" in table
+        "+1.6%" in cost and "+28.6%" in cost
     )  # about one percent on a wide network, far more on a small one
 
 
+def test_a_page_without_marks_is_refused(tables: ModuleType) -> None:
+    with pytest.raises(ValueError, match="no marks <!-- demo -->"):
+        tables.with_marks("<!-- demo -->\nnever closed", {"demo": "text"})
+
+
+def test_scores_of_the_demo_are_those_of_its_records(
+    tables: ModuleType, tmp_path: Path
+) -> None:
+    def judged(role: str, draws: int, **metrics: float) -> dict[str, Any]:
+        return {"role": role, "draws": draws, "metrics": metrics}
+
+    record = {
+        "name": "rank-1",
+        "seed": 2,
+        "config_hash": "abc",
+        "parameters": {"plain": 100, "total": 110},
+        "cost": {"train_seconds": 3.0},
+        "evaluations": [
+            judged("test", 1, accuracy=0.1, nll=9.0),
+            judged("test", 4, accuracy=0.9, nll=0.2),
+            judged("corruption", 4, accuracy=0.8, nll=0.4),
+            judged("corruption", 4, accuracy=0.6, nll=0.8),
+            judged("ood", 4, auroc=0.7),
+        ],
+    }
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "record.json").write_text(json.dumps(record))
+    (found,) = tables.demo_scores(tmp_path)
+    assert found["passes"] == 4 and found["accuracy"] == 0.9
+    assert found["corrupted_accuracy"] == pytest.approx(0.7)
+    assert found["corrupted_nll"] == pytest.approx(0.6)
+
+
+def test_a_folder_without_the_demo_s_runs_is_refused(
+    tables: ModuleType, tmp_path: Path
+) -> None:
+    before = tables.DEMO.read_bytes()
+    with pytest.raises(ValueError, match="has no runs of `make demo`"):
+        tables.take_demo(tmp_path)
+    assert tables.DEMO.read_bytes() == before
+
+
 SHORT: dict[str, dict[str, Any]] = {
-    "bands": {"steps": 5}, "digits": {"epochs": 1}, "table": {"epochs": 2}, "trained": {"steps": 5, "side": 10},
+    "bands": {"steps": 5}, "demo": {}, "digits": {"epochs": 1}, "table": {"epochs": 2}, "trained": {"steps": 5, "side": 10},
 }  # fmt: skip
 
 

@@ -9,7 +9,11 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "lab" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 _FENCE = re.compile(
     r"^(?:<!-- not run: (?P<why>.+) -->\n)?```(?P<language>\S*)\n(?P<code>.*?)^```",
     re.S | re.M,
@@ -52,6 +56,34 @@ def test_the_readme_shows_code() -> None:
     )
 
 
+@pytest.mark.slow
+def test_the_readme_s_first_example_prints_what_is_shown_below_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (_, code, _), (language, shown_output, _) = list(blocks(ROOT / "README.md"))[1:3]
+    assert language == "text"
+    exec(compile(code, "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    number = r"-?\d+\.\d+"
+    assert re.sub(number, "", printed) == re.sub(number, "", shown_output)
+    # Rounding and machines differ by a little.
+    accuracy, right, wrong = map(float, re.findall(number, printed))
+    expected = list(map(float, re.findall(number, shown_output)))
+    assert accuracy == pytest.approx(expected[0], abs=0.03)
+    assert right == pytest.approx(expected[1], abs=0.1)
+    assert wrong == pytest.approx(expected[2], abs=0.2)
+    assert wrong > 2 * right
+
+
+def test_the_readme_fits_on_a_screen_and_says_early_how_to_install_it() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text) <= 6_500
+    assert "pip install" in text[:1_500]
+    outside = _FENCE.sub("", text).splitlines()
+    prose = [line for line in outside if not line.startswith(("|", "!["))]
+    assert max(map(len, prose)) <= 120
+
+
 def test_blocks_that_do_not_run_hold_no_python_or_say_why() -> None:
     python = re.compile(r"^(import|from) \w+|\bsb\.\w+\(|^\w+ = \w+\(", re.M)
     for page in PAGES:
@@ -75,7 +107,7 @@ def test_the_table_of_methods_has_them_all() -> None:
     from slimbayes.posteriors import METHODS
 
     table = (
-        (ROOT / "README.md")
+        (ROOT / "docs" / "methods" / "index.md")
         .read_text()
         .partition("<!-- methods -->")[2]
         .partition("<!-- /methods -->")[0]

@@ -385,13 +385,6 @@ CORRELATED = [
     Case("full-matrix-normal", MLP, sb.FullMatrixNormal(prior=SMALL_PRIOR), draws=2),
     Case("full-matrix-normal-he", MLP, sb.FullMatrixNormal(prior=sb.HeNormal())),
     Case("full-matrix-normal-conv-1d", CONV_1D, sb.FullMatrixNormal(), draws=2),
-    Case(
-        "multivariate-normal",
-        MLP,
-        sb.MultivariateNormal(prior=SMALL_PRIOR),
-        draws=2,
-        gone="duplicate",  # of JointNormal(over="weights")
-    ),
     Case("joint-factors", MLP, sb.JointNormal(members=2)),
     Case(
         "joint-factors-and-biases",
@@ -423,7 +416,6 @@ CORRELATED = [
         ),
         draws=2,
     ),
-    Case("radial", MLP, sb.Radial(prior=SMALL_PRIOR), draws=2, gone="radial"),
 ]
 
 NORMS = NORM_MLP.norms

@@ -564,41 +564,6 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return torch.linalg.qr(matrix).Q
 
 
-class Radial(Posterior):
-    """W = mean + sigma o (e / |e|) r with one length r for each draw."""
-
-    def parameters(self, numbers: Numbers) -> Tensors:
-        return {"scale": 0.5 * numbers.positive("scale", *self.place.shape)}
-
-    def noise(self, numbers: Numbers) -> Tensors:
-        return {
-            "direction": numbers.normal("direction", self.draws, *self.place.shape),
-            "length": numbers.normal("length", self.draws),
-        }
-
-    def weights(
-        self, p: Tensors, base: Tensors, noise: Tensors
-    ) -> tuple[Tensor, Tensor | None]:
-        changes = [
-            p["scale"] * e / e.square().sum().sqrt() * r
-            for e, r in zip(noise["direction"], noise["length"], strict=True)
-        ]
-        weights = self.place.own_weight(base) + torch.stack(changes)
-        return weights, self.every_bias(base)
-
-    def kl(self, p: Tensors, base: Tensors, noise: Tensors) -> Tensor:
-        prior, size = self.config.prior, math.prod(self.place.shape)
-        mean, scale = self.place.own_weight(base), p["scale"]
-        squares = (mean - prior.loc).square().sum() + scale.square().sum() / size
-        cross = size * math.log(prior.scale * math.sqrt(2 * math.pi))
-        cross = cross + squares / (2 * prior.scale**2)
-        area = 2 * math.pi ** (size / 2) / math.gamma(size / 2)
-        log_length = -0.5 * (0.5772156649015329 + math.log(2))
-        log_q = 0.5 * math.log(2 / math.pi) - 0.5 - math.log(area)
-        log_q = log_q - (size - 1) * log_length
-        return log_q - scale.log().sum() + cross
-
-
 class Components(Posterior):
     """Eq. 1 of the EMP paper: a weight is one of K components, or of its elements each.
 
@@ -910,8 +875,6 @@ KINDS: dict[type, type[Posterior]] = {
     sb.KTied: KTied,
     sb.MatrixNormal: KTied,
     sb.FullMatrixNormal: FullMatrixNormal,
-    sb.MultivariateNormal: FullNormal,
-    sb.Radial: Radial,
     sb.ModelPatch: Components,
     sb.Mixture: Components,
     sb.DropConnect: Components,
