@@ -523,7 +523,15 @@ WHOLE = [
     Case(
         "mc-dropout-channel",
         CONV_NET,
-        sb.MCDropout(rate=0.375, unit="channel", tau=0.8, rho=0.3),
+        sb.Mixture(
+            components=2,
+            assignment="input",
+            zero=True,
+            probs=(0.625, 0.375),
+            draws="example",
+            tau=0.8,
+            rho=0.3,
+        ),
         layers=("3", "7"),
         draws=3,
     ),

@@ -579,15 +579,13 @@ class Components(Posterior):
             assignment, self.zero = config.assignment, config.zero
             self.sigma = config.sigma
         else:
-            units = isinstance(config, sb.MCDropout)
-            assignment, self.zero = "input" if units else "element", True
+            assignment, self.zero = "element", True
             self.sigma = 0.0
         self.assignment = assignment
-        dropped = isinstance(config, sb.DropConnect | sb.MCDropout)
+        dropped = isinstance(config, sb.DropConnect)
         self.components = 2 if dropped else config.components
         self.stored = self.components - self.zero
-        drawn = "example" if isinstance(config, sb.MCDropout) else config.draws
-        self.per_example = drawn == "example"
+        self.per_example = config.draws == "example"
         self.members = self.components if assignment == "model" else 1
         self.learned = not dropped and config.learn_probs
         self.given = [1 - config.rate, config.rate] if dropped else config.probs
