@@ -34,11 +34,11 @@ quick: .venv/ready
 
 # Kernels without a GPU: their tests in Triton's interpreter, and each compiled for an H200. Some two minutes.
 kernels: .triton/ready
-	PYTHONPATH=.triton $(RUN) -m pytest -n 2 --dist worksteal tests/kernels
+	PYTHONPATH=.triton $(RUN) -m pytest -n 2 --dist worksteal tests/insides/kernels
 
 # Kills, full disks, damaged and hostile files: what is lost? Some eight minutes; writes docs/reliability.md.
 faults: .venv/ready
-	$(RUN) tests/faults.py
+	$(RUN) lab/tests/faults.py
 
 lint: .venv/ready
 	$(RUN) -m ruff format --check .
@@ -53,13 +53,14 @@ supply: .venv/ready
 build: .venv/ready
 	rm -rf dist
 	$(RUN) -m hatchling build
-	$(RUN) tools/supply_chain.py sbom dist/*.whl
+	cd lab && ../$(RUN) -m hatchling build --directory ../dist
+	for wheel in dist/*.whl; do $(RUN) tools/supply_chain.py sbom $$wheel || exit 1; done
 
 # The two that need the network. Versions stay as they are where they can: UPGRADE=--upgrade takes the newest.
 # Resolved as for a Mac, where torch brings no CUDA libraries; the hashes are those of all platforms.
 lock: .tools/ready
-	echo $(TORCH) | MACOSX_DEPLOYMENT_TARGET=14.0 .tools/bin/uv pip compile --quiet pyproject.toml --extra dev \
-	  --constraint - --no-emit-package torch --generate-hashes --no-annotate --no-header $(UPGRADE) \
+	echo $(TORCH) | MACOSX_DEPLOYMENT_TARGET=14.0 .tools/bin/uv pip compile --quiet pyproject.toml lab/pyproject.toml --extra dev \
+	  --constraint - --no-emit-package torch --no-emit-package slimbayes --generate-hashes --no-annotate --no-header $(UPGRADE) \
 	  --python-version 3.11 --python-platform aarch64-apple-darwin --output-file requirements.lock
 
 audit: .tools/ready
@@ -68,24 +69,24 @@ audit: .tools/ready
 
 # What a CPU can do of it, in a few minutes; docs/performance.md takes its rows on a CPU from there.
 bench: .venv/ready
-	$(RUN) benchmarks/gpu.py --sizes cpu --out results/benchmarks/cpu.json
-	$(RUN) benchmarks/gpu.py --table results/benchmarks/gpu_h200.json
+	$(RUN) benchmarks/gpu.py --sizes cpu --out lab/results/benchmarks/cpu.json
+	$(RUN) benchmarks/gpu.py --table lab/results/benchmarks/gpu_h200.json
 
 # Every number of docs/performance.md, rivals included, in under nine minutes of one H200: pip install -e ".[benchmarks]"
 bench-gpu: .venv/ready
-	$(RUN) benchmarks/gpu.py --sizes gpu --out results/benchmarks/gpu_h200.json
-	$(RUN) benchmarks/gpu.py --table results/benchmarks/gpu_h200.json
+	$(RUN) benchmarks/gpu.py --sizes gpu --out lab/results/benchmarks/gpu_h200.json
+	$(RUN) benchmarks/gpu.py --table lab/results/benchmarks/gpu_h200.json
 
 bench-lab: .venv/ready
 	$(RUN) benchmarks/lab.py
 
 zoo: .venv/ready
-	$(RUN) benchmarks/zoo.py --workers 2 --out results/benchmarks/zoo.json
-	$(RUN) benchmarks/zoo.py --table results/benchmarks/zoo*.json
+	$(RUN) benchmarks/zoo.py --workers 2 --out lab/results/benchmarks/zoo.json
+	$(RUN) benchmarks/zoo.py --table lab/results/benchmarks/zoo*.json
 
 # What of the papers is here: docs/coverage.md from docs/coverage.tsv.
 coverage: .venv/ready
-	$(RUN) tests/coverage_page.py
+	$(RUN) lab/tests/coverage_page.py
 
 # What the papers claim and what came out, and README's table: from the kept records alone.
 reproduction: .venv/ready
@@ -111,11 +112,11 @@ release-check: .venv/ready
 	$(RUN) -m pip install --quiet --no-build-isolation --editable ".[docs]"
 	touch $@
 
-.venv/ready: pyproject.toml requirements.lock
+.venv/ready: pyproject.toml lab/pyproject.toml requirements.lock
 	$(PYTHON) -m venv .venv
 	$(RUN) -m pip install --quiet --require-hashes --no-deps --only-binary :all: -r requirements.lock
 	$(RUN) -m pip install --quiet $(TORCH)
-	$(RUN) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(RUN) -m pip install --quiet --no-deps --no-build-isolation --editable . --editable ./lab
 	$(RUN) -m pip check
 	touch $@
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from slimbayes_lab.data import CORRUPTIONS, corrupt
 from timing import machine
 from torch import Tensor
-
-from slimbayes.data import CORRUPTIONS, corrupt
 
 FULL = 10_000
 

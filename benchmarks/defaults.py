@@ -40,7 +40,7 @@ from torch import nn
 import slimbayes as sb
 from slimbayes.train import heteroscedastic, likelihoods
 
-RECORD = Path(__file__).parents[1] / "results" / "defaults" / "cells.json"
+RECORD = Path(__file__).parents[1] / "lab" / "results" / "defaults" / "cells.json"
 EARLIER = RECORD.with_name(
     "earlier.json"
 )  # rounds before, of which only the validation scores are shown

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import slimbayes_lab.data
+import slimbayes_lab.models
 import torch
 from torch import Tensor, nn
 
-import slimbayes as sb
 from slimbayes.train.likelihoods import LikelihoodName
 
 CORRUPTIONS = (
@@ -95,7 +96,7 @@ TASKS = {
         Task(
             "digits",
             "categorical",
-            lambda: sb.models.small_cnn(10, 1, 8),
+            lambda: slimbayes_lab.models.small_cnn(10, 1, 8),
             (1000, 300, 497),
             25,
             50,
@@ -103,7 +104,7 @@ TASKS = {
         Task(
             "demo",
             "categorical",
-            lambda: sb.models.small_cnn(10, 1, 16),
+            lambda: slimbayes_lab.models.small_cnn(10, 1, 16),
             (1137, 300, 360),
             30,
             50,
@@ -121,7 +122,7 @@ TASKS = {
         Task(
             "cifar2k",
             "categorical",
-            lambda: sb.models.small_cnn(10, 3, 8),
+            lambda: slimbayes_lab.models.small_cnn(10, 3, 8),
             (2000, 500, 1000),
             8,
         ),
@@ -185,7 +186,7 @@ def pack(folder: Path, root: Path | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, task in TASKS.items():
         if task.likelihood == "heteroscedastic_gaussian":
-            data = sb.data.load(f"uci/{name}", root=root).splits["all"]
+            data = slimbayes_lab.data.load(f"uci/{name}", root=root).splits["all"]
             save(folder, name, data.x, data.y[:, 0], data.x)
     from sklearn.datasets import load_breast_cancer, load_digits
 
@@ -203,7 +204,7 @@ def pack(folder: Path, root: Path | None) -> None:
         torch.tensor(digits.images).float()[:, None] / 16,
         torch.tensor(digits.target),
     )
-    mnist = sb.data.load("mnist", root=root).train
+    mnist = slimbayes_lab.data.load("mnist", root=root).train
     some = slice(0, sum(TASKS["mnist2k"].rows))
     _save_pictures(
         folder,
@@ -211,7 +212,7 @@ def pack(folder: Path, root: Path | None) -> None:
         mnist.x[some].float().view(-1, 1, 28, 28) / 255,
         mnist.y[some],
     )
-    cifar = sb.data.load("cifar10", root=root).train
+    cifar = slimbayes_lab.data.load("cifar10", root=root).train
     some = slice(0, sum(TASKS["cifar2k"].rows))
     small = nn.functional.avg_pool2d(cifar.x[some].float() / 255, 2)
     _save_pictures(folder, "cifar2k", small, cifar.y[some])
@@ -230,7 +231,7 @@ def _save_pictures(folder: Path, name: str, x: Tensor, y: Tensor) -> None:
     shifted = x.clone()
     for i, corruption in enumerate(CORRUPTIONS):
         generator = torch.Generator().manual_seed(i)
-        shifted[i :: len(CORRUPTIONS)] = sb.data.corrupt(
+        shifted[i :: len(CORRUPTIONS)] = slimbayes_lab.data.corrupt(
             x[i :: len(CORRUPTIONS)], corruption, 3, generator
         )
     save(
@@ -242,7 +243,7 @@ def _save_pictures(folder: Path, name: str, x: Tensor, y: Tensor) -> None:
 
 def _save_reviews(folder: Path, root: Path | None) -> None:
     """The last forty words of reviews, of the two thousand commonest; shifted: a third of them is any other word."""
-    data, task = sb.data.load("imdb", root=root).train, TASKS["imdb"]
+    data, task = slimbayes_lab.data.load("imdb", root=root).train, TASKS["imdb"]
     generator = torch.Generator().manual_seed(0)
     some = torch.randperm(len(data.y), generator=generator)[: sum(task.rows)]
     x = data.x[some, -40:].long()
@@ -259,7 +260,7 @@ def _save_stays(folder: Path, root: Path | None) -> None:
     import io
     import lzma
 
-    from slimbayes.data.catalog import root_folder
+    from slimbayes_lab.data.catalog import root_folder
 
     with lzma.open(
         root_folder(root) / "physionet2012" / "challenge2012.npz.xz"

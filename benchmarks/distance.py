@@ -1,8 +1,8 @@
 """Does a table's row that is far from the data look far? NLL and OOD detection with and without `distance`; noise floors.
 
-    python benchmarks/distance.py run --data DIR --out results/far.json      # some ten minutes on one core
-    python benchmarks/distance.py confirm --data DIR --out results/far.json  # adds seeds and sets that nothing was chosen on
-    python benchmarks/distance.py page                                       # writes docs/distance.md from results/far.json
+    python benchmarks/distance.py run --data DIR --out lab/results/far.json      # some ten minutes on one core
+    python benchmarks/distance.py confirm --data DIR --out lab/results/far.json  # adds seeds and sets that nothing was chosen on
+    python benchmarks/distance.py page                                       # writes docs/distance.md from lab/results/far.json
 
 Each seed holds out the top fifth of one feature (the far end), splits the rest into training, validation and test rows,
 and trains a small network. Rows of the other sets, standardised by themselves, are a second kind of unfamiliar rows.
@@ -267,7 +267,9 @@ def page(found: dict[str, Any]) -> str:
     """docs/distance.md: words around tables of means over seeds."""
     text = (Path(__file__).parent / "distance_page.md").read_text()
     tables = {"main": main_table(found["rows"]), "fresh": main_table(found["fresh"])}
-    longer = json.loads((ROOT / "results" / "defaults" / "noise.json").read_text())
+    longer = json.loads(
+        (ROOT / "lab" / "results" / "defaults" / "noise.json").read_text()
+    )
     tables |= {
         "floors": floor_table(found["floors"]),
         "longer": longer_table(longer["cells"]),
@@ -353,7 +355,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["run", "confirm", "page"])
     parser.add_argument("--data", type=Path, help="folder of the UCI sets, <name>.npz")
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "far.json")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "lab" / "results" / "far.json"
+    )
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     if chosen.what == "run":

@@ -69,7 +69,7 @@ def write_tables(folder: Path, rows: int, packed: bool) -> Path:
 
 def measure(folder: Path, way: str) -> dict[str, Any]:
     """Reads the tables in this process."""
-    from slimbayes.data import mimic3
+    from slimbayes_lab.data import mimic3
 
     if way == "baseline":
         (folder / "LABEVENTS.csv").unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """The generated part of docs/fine_tuning.md, from the cells of benchmarks/fine_tune.py and fine_tune_tables.py.
 
-    python benchmarks/fine_tune_page.py docs/fine_tuning.md results/benchmarks/fine_tune.jsonl ...
+    python benchmarks/fine_tune_page.py docs/fine_tuning.md lab/results/benchmarks/fine_tune.jsonl ...
 
 Only what stands between the page's two marks is written; the rest is text.
 """

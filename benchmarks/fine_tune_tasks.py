@@ -13,12 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import slimbayes_lab.data
+import slimbayes_lab.models
 import torch
+from slimbayes_lab.data import corrupt, load, pad_crop_flip
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
-
-import slimbayes as sb
-from slimbayes.data import corrupt, load, pad_crop_flip
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WORDS, PAD, UNKNOWN = 8000, 0, 2  # the vocabulary; words past it are unknown
@@ -219,9 +219,9 @@ def augmented(x: Tensor) -> Tensor:
 def network(base: str, classes: int, scale: Scale) -> nn.Module:
     """A network of images by its name, or a language model of transformers for no classes, else a classifier."""
     if base == "wrn":
-        return Images(sb.models.wrn(16, scale.width, classes))
+        return Images(slimbayes_lab.models.wrn(16, scale.width, classes))
     if base == "resnet":
-        return Images(sb.models.resnet18(classes, small_images=True))
+        return Images(slimbayes_lab.models.resnet18(classes, small_images=True))
     config = LlamaConfig(
         vocab_size=WORDS, hidden_size=64 * scale.width, intermediate_size=128 * scale.width, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128, pad_token_id=PAD, bos_token_id=1,

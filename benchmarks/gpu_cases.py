@@ -16,11 +16,11 @@ from typing import Any
 import gpu_rivals as rivals
 import torch
 import torch.nn.functional as F
+from slimbayes_lab import models
 from torch import Tensor, nn
 from torch._inductor import config as inductor
 
 import slimbayes as sb
-from slimbayes import models
 from slimbayes.distributions.sums import squared_norms
 from slimbayes.train.recorded import record
 

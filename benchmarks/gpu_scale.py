@@ -13,11 +13,11 @@ from unittest.mock import patch
 
 import torch
 from gpu_cases import PLAIN, Trial, Variant, Work, mlp, ours
+from slimbayes_lab import models
 from timing import Rows, milliseconds, peak_mib, prepare, race
 from torch import Tensor, nn
 
 import slimbayes as sb
-from slimbayes import models
 from slimbayes.engine import noise
 
 

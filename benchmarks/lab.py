@@ -1,7 +1,7 @@
 """Seconds of an epoch in the lab, progress and logging included, and what augmentation takes of it.
 
     python benchmarks/lab.py [--epochs 5] [--only plain,rank1] [--modes graph,compile,eager] [--out FILE]
-    python benchmarks/lab.py --config experiments/cifar10/methods.yaml --jobs 12 --out results/cifar10/cost.json
+    python benchmarks/lab.py --config lab/experiments/cifar10/methods.yaml --jobs 12 --out lab/results/cifar10/cost.json
 
 50,000 random images of CIFAR's shape, WRN-16-4, batches of 128, SGD, crops and flips, bf16; the papers' own data would
 take as long. Seconds are the median over epochs after the first; on a GPU one epoch more is profiled. With --jobs,
@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from slimbayes_lab.configs.files import load, read_tree, row_names, validate
+from slimbayes_lab.data import Dataset, Split, pad_crop_flip
+from slimbayes_lab.execution import Execution
+from slimbayes_lab.runs.fit import fit
+from slimbayes_lab.runs.folder import environment
+from slimbayes_lab.runs.watchers import Bars
 from timing import kernels
-
-from slimbayes.data import Dataset, Split, pad_crop_flip
-from slimbayes.lab.configs.files import load, read_tree, row_names, validate
-from slimbayes.lab.execution import Execution
-from slimbayes.lab.runs.fit import fit
-from slimbayes.lab.runs.folder import environment
-from slimbayes.lab.runs.watchers import Bars
 
 RANK1 = {
     "kind": "Rank1",

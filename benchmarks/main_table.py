@@ -1,6 +1,6 @@
-"""CIFAR's main tables: docs/cifar10.md, README's rows of them, docs/cifar10.svg and experiments/cifar10/README.md from the records of their runs.
+"""CIFAR's main tables: docs/cifar10.md, README's rows of them, docs/cifar10.svg and lab/experiments/cifar10/README.md from the records of their runs.
 
-python benchmarks/main_table.py               from results/cifar10/{methods,tune,moonshot} and results/cifar100/methods
+python benchmarks/main_table.py               from lab/results/cifar10/{methods,tune,moonshot} and lab/results/cifar100/methods
 python benchmarks/main_table.py take FOLDER   the same, after taking records from run directories in that folder
 """
 
@@ -16,24 +16,23 @@ from textwrap import fill
 from typing import NamedTuple
 
 from cells import between
-
-from slimbayes.lab.configs.files import load, read_tree, row_names
-from slimbayes.lab.papers.table import draws_of, scores_of_record
-from slimbayes.report import compare
-from slimbayes.report.metric import mean, t_interval
-from slimbayes.report.record import Record, read, write
+from slimbayes_lab.configs.files import load, read_tree, row_names
+from slimbayes_lab.papers.table import draws_of, scores_of_record
+from slimbayes_lab.report import compare
+from slimbayes_lab.report.metric import mean, t_interval
+from slimbayes_lab.report.record import Record, read, write
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "results" / "cifar10"
-HUNDRED = ROOT / "results" / "cifar100"
-CONFIG = ROOT / "experiments" / "cifar10" / "methods.yaml"
+RESULTS = ROOT / "lab" / "results" / "cifar10"
+HUNDRED = ROOT / "lab" / "results" / "cifar100"
+CONFIG = ROOT / "lab" / "experiments" / "cifar10" / "methods.yaml"
 PLAIN, SMALL = (
     "plain",
     0.02,
 )  # the share of parameters that a method may add and still be of the plain network's size
 Scores = dict[int, dict[str, float]]  # by seed
 MARKS = ("<!-- results -->\n", "<!-- /results -->\n")
-COMMAND = 'slimbayes sweep experiments/cifar10/methods.yaml --over "seed=[0, 1, 2, 3, 4]" --jobs 8'
+COMMAND = 'slimbayes sweep lab/experiments/cifar10/methods.yaml --over "seed=[0, 1, 2, 3, 4]" --jobs 8'
 COMMAND_100 = f"{COMMAND} --set data.name=cifar100 --set evaluate.ood=[cifar10] --set evaluate.shift=[]"
 ENSEMBLE = "deep ensemble"
 FEWEST = 3  # seeds that can decide anything
@@ -66,7 +65,7 @@ def methods(records: Sequence[Record]) -> dict[str, Scores]:
 
 
 def take(folder: Path, results: Path = RESULTS.parent) -> None:
-    """Keep the records of finished runs, <table>/<run>/record.json, as results/<data>/<table>/<name>-<seed>.json.
+    """Keep the records of finished runs, <table>/<run>/record.json, as lab/results/<data>/<table>/<name>-<seed>.json.
 
     Their commands name folders from runs/ on, and data by its folder's name: others run them elsewhere.
     """
@@ -312,7 +311,7 @@ def _budget(records: Sequence[Record]) -> int:
 
 
 def cifar_page(results: Path = RESULTS) -> str:
-    """What stands between the marks of experiments/cifar10/README.md."""
+    """What stands between the marks of lab/experiments/cifar10/README.md."""
     parts = []
     kept = {
         name: sorted((results / name).glob("*.json")) for name in ("methods", "tune")
@@ -397,7 +396,7 @@ def _panel(
 
 # --- moonshot.yaml: attempts to reach a deep ensemble ---
 
-MOONSHOT = "slimbayes sweep experiments/cifar10/moonshot.yaml --over seed=[0]"
+MOONSHOT = "slimbayes sweep lab/experiments/cifar10/moonshot.yaml --over seed=[0]"
 STARTS = ("moonshot-", "moonshot-long-")  # of the names of rows, by cost
 _ENSEMBLE = "ensemble"
 
@@ -553,7 +552,7 @@ def main(words: Sequence[str]) -> None:
     if records:
         (ROOT / "docs" / "cifar10.svg").write_text(figure(methods(records)))
     print(
-        f"{len(records)} records: README.md, docs/cifar10.md, experiments/cifar10/README.md"
+        f"{len(records)} records: README.md, docs/cifar10.md, lab/experiments/cifar10/README.md"
     )
 
 

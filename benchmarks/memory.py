@@ -26,10 +26,10 @@ PEAK = "import re; print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status'
 FIT = """
 import sys, torch
 from pathlib import Path
-from slimbayes.data import Dataset, Split
-from slimbayes.lab.configs.files import validate
-from slimbayes.lab.execution import Execution
-from slimbayes.lab.runs.fit import fit
+from slimbayes_lab.data import Dataset, Split
+from slimbayes_lab.configs.files import validate
+from slimbayes_lab.execution import Execution
+from slimbayes_lab.runs.fit import fit
 x, y = torch.randn(400, {features}), torch.arange(400) % {classes}
 data = Dataset("mine", {{"train": Split(x[:300], y[:300]), "test": Split(x[300:], y[300:])}})
 tree = {{"name": "memory", "data": {{"name": "mine"}}, "model": {{"kind": "mlp", "hidden": [32]}},
@@ -50,18 +50,18 @@ print(sum(t.numel() * t.element_size() for t in (pred.by_member, pred.aleatoric,
 PREDICT = """
 import sys
 from pathlib import Path
-from slimbayes.lab.finished.predict_file import predict_file
+from slimbayes_lab.finished.predict_file import predict_file
 predict_file(*map(Path, sys.argv[1:4]), draws=2, accelerator="cpu")
 """
 READ = """
 import sys
-from slimbayes.data import load
+from slimbayes_lab.data import load
 load("uci/year", sys.argv[1])
 """
 TRAIN = """
 import sys
-from slimbayes.lab.configs.experiment import Data
-from slimbayes.lab.tasks.task import open_task
+from slimbayes_lab.configs.experiment import Data
+from slimbayes_lab.tasks.task import open_task
 open_task(Data(name="uci/year"), sys.argv[1])
 """
 

@@ -1,6 +1,6 @@
 """Images per second of ImageNet-like folders: the lab's training and test pictures beside torchvision's pipeline.
 
-    python benchmarks/pictures.py --pictures 50000 --workers 1 --out results/benchmarks/pictures.json
+    python benchmarks/pictures.py --pictures 50000 --workers 1 --out lab/results/benchmarks/pictures.json
 
 Pictures of 500 x 375 pixels are written as JPEG files into ten class folders, then read by a DataLoader of the same
 batches and workers: `RandomResizedCrop(224)` and a flip, and `Resize(256)`, `CenterCrop(224)`. Pipelines take turns on
@@ -27,11 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from slimbayes_lab.configs.files import validate
+from slimbayes_lab.data.folders import ImageFolder, read_square
+from slimbayes_lab.tasks.task import pictures
 from torch.utils.data import DataLoader, Subset
-
-from slimbayes.data.folders import ImageFolder, read_square
-from slimbayes.lab.configs.files import validate
-from slimbayes.lab.tasks.task import pictures
 
 SIZE, BATCH, DISTINCT = 224, 100, 200
 

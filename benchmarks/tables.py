@@ -1,7 +1,7 @@
 """Estimators on ten tables: ours with their defaults beside plain nets, ensembles, TabM, boosted trees and processes.
 
-    python benchmarks/tables.py --out results/benchmarks/tables.jsonl --data DIR [--workers 2] [--limit-seconds 600]
-    python benchmarks/tables.py --out results/benchmarks/tables.jsonl --page docs/tables.md     writes the page's tables
+    python benchmarks/tables.py --out lab/results/benchmarks/tables.jsonl --data DIR [--workers 2] [--limit-seconds 600]
+    python benchmarks/tables.py --out lab/results/benchmarks/tables.jsonl --page docs/tables.md     writes the page's tables
     python benchmarks/tables.py --choose ...      scores sets outside the table: to choose defaults, not as results
 
 A line of the output is one cell: set x method x split; finished cells are skipped when it is run again. Splits are the

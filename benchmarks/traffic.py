@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import slimbayes_lab.models
 import torch
 import torch._inductor.compile_fx as compile_fx
 import torch._inductor.config as inductor
@@ -90,7 +91,7 @@ def traffic(config: Any, rows: str) -> int:
     """Bytes of a step."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    net: nn.Module = sb.models.wrn(16, 4, 10)
+    net: nn.Module = slimbayes_lab.models.wrn(16, 4, 10)
     net = net if config is None else sb.bayesianize(net, config)
     net = net.to(memory_format=torch.channels_last)
     x, seen = (

@@ -5,7 +5,7 @@
 
 The nets are so small that a step costs its overhead: the splits of a set train side by side, as blocks of one network
 that share nothing but the picks of EMP. The loss is the sum over splits, so each trains as it would by itself (a test
-compares); its settings are those of experiments/emp/uci.yaml. With --device cuda an epoch is one recording.
+compares); its settings are those of lab/experiments/emp/uci.yaml. With --device cuda an epoch is one recording.
 OUT/<set>-<method>.json has the scores of each split. A call that is stopped, or out of minutes, goes on from a
 checkpoint when it is made again.
 
@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from slimbayes_lab.data import load, standard_split
+from slimbayes_lab.data.uci import UCI
 from torch import Tensor, nn
 
 import slimbayes as sb
-from slimbayes.data import load, standard_split
-from slimbayes.data.uci import UCI
 from slimbayes.engine import passes as engine
 from slimbayes.engine.noise import key
 from slimbayes.files import write_text
@@ -268,7 +268,7 @@ def run(
 
 def table(out: Path) -> str:
     """Markdown: mean and standard error over splits, ours above the paper's."""
-    from slimbayes.lab.papers.rows import find
+    from slimbayes_lab.papers.rows import find
 
     lines = []
     for number, score in (("12", "rmse"), ("13", "lpd")):

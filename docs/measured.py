@@ -1,4 +1,4 @@
-"""Tables of what was measured, from results/ and the docs' own pages, for the site and the README.
+"""Tables of what was measured, from lab/results/ and the docs' own pages, for the site and the README.
 
 python docs/measured.py               # writes anew what README.md and docs/cost.md say between marks
 python docs/measured.py take FOLDER   # the same, after taking the scores of `make demo` from its folder
@@ -32,7 +32,7 @@ def defaults() -> tuple[Any, Mapping[tuple[str, str], str]]:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from defaults_page import Results, choice
 
-    record = json.loads((ROOT / "results/defaults/cells.json").read_text())
+    record = json.loads((ROOT / "lab/results/defaults/cells.json").read_text())
     return Results(record), choice(record)
 
 
@@ -90,9 +90,9 @@ def small_tasks(methods: Iterable[str]) -> str:
 
 
 def cifar10(names: Iterable[str]) -> str:
-    """Records of results/cifar10/methods, the most draws of each, averaged over seeds."""
+    """Records of lab/results/cifar10/methods, the most draws of each, averaged over seeds."""
     by_name: dict[str, list[dict[str, Any]]] = {}
-    for file in sorted((ROOT / "results/cifar10/methods").glob("*.json")):
+    for file in sorted((ROOT / "lab/results/cifar10/methods").glob("*.json")):
         record = json.loads(file.read_text())
         by_name.setdefault(record["name"], []).append(record)
     rows = [
@@ -129,8 +129,8 @@ def _scores(record: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def steps(prefixes: tuple[str, ...]) -> str:
-    """Ratios of results/benchmarks/gpu_h200.json to the plain network."""
-    record = json.loads((ROOT / "results/benchmarks/gpu_h200.json").read_text())
+    """Ratios of lab/results/benchmarks/gpu_h200.json to the plain network."""
+    record = json.loads((ROOT / "lab/results/benchmarks/gpu_h200.json").read_text())
     rows = [["network", "mode", "method", "step", "prediction", "memory"]]
     for one in record["results"]:
         if one["method"].startswith(prefixes):
@@ -161,7 +161,7 @@ RECORDED = {  # names of cases and methods on docs/cost.md
 
 def speed() -> str:
     """What docs/cost.md says of rank-1 steps that are recorded as CUDA graphs."""
-    record = json.loads((ROOT / "results/benchmarks/gpu_h200.json").read_text())
+    record = json.loads((ROOT / "lab/results/benchmarks/gpu_h200.json").read_text())
     found = {
         (one["case"], one["method"]): one
         for one in record["results"]
@@ -176,7 +176,7 @@ def speed() -> str:
     return (
         f"**A rank-1 step costs {cost} times a plain one, recorded as one CUDA graph.** "
         f"{record['machine']['device']}, K = 4 members, as many rows as the plain network, steps as the lab and "
-        f"`sb.recorded` run them, in ms: {'; '.join(each)} (`results/benchmarks/gpu_h200.json`). "
+        f"`sb.recorded` run them, in ms: {'; '.join(each)} (`lab/results/benchmarks/gpu_h200.json`). "
         "Outside of a graph small steps wait for Python, Gaussians over all weights cost twice a plain step, and most "
         "of our own targets are missed or unclear: [performance](performance.md), generated, has every "
         "number next to its target and to rivals, and says what each miss is bound by."
@@ -190,9 +190,8 @@ def speed() -> str:
 def networks() -> list[tuple[str, Any]]:
     """Three networks of very different widths, without memory for their weights."""
     import torch
+    from slimbayes_lab.models import resnet50
     from torch import nn
-
-    import slimbayes as sb
 
     with torch.device("meta"):
         # Twelve blocks of width 768 and an embedding that is the output layer, too.
@@ -201,7 +200,7 @@ def networks() -> list[tuple[str, Any]]:
         )
         blocks = nn.TransformerEncoder(block, 12, enable_nested_tensor=False)
         return [
-            ("ResNet-50", sb.models.resnet50()),
+            ("ResNet-50", resnet50()),
             (
                 "GPT-2-like",
                 nn.Sequential(nn.Embedding(50257, 768), blocks, nn.LayerNorm(768)),
@@ -295,14 +294,14 @@ def measured(asked: Mapping[str, str]) -> str:
     missing = [what for what, text in parts.items() if not text]
     if missing:
         raise ValueError(
-            f"results/ has nothing about {', '.join(f'{what}: {asked[what]}' for what in missing)}"
+            f"lab/results/ has nothing about {', '.join(f'{what}: {asked[what]}' for what in missing)}"
         )
     return "\n\n".join(parts.values())
 
 
 # --- README: which method, and the demo's result ---
 
-DEMO = ROOT / "results/demo.json"
+DEMO = ROOT / "lab/results/demo.json"
 OF_SMALL_TASKS = {  # a method's config: who takes it, its recipe, and what it costs
     "Rank1": ("inputs may shift", "rank-1 Normal", "vectors; four passes"),
     "BatchEnsemble": ("no KL is wanted", "BatchEnsemble", "vectors; four passes"),

@@ -1,4 +1,4 @@
-"""What the site makes by itself: the API's pages from api.py, tables of what was measured from results/, links."""
+"""What the site makes by itself: the API's pages from api.py, tables of what was measured from lab/results/, links."""
 
 from __future__ import annotations
 

@@ -11,16 +11,16 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
+from slimbayes_lab.configs.files import load, read_tree, row_names
+from slimbayes_lab.execution import Execution
+from slimbayes_lab.report import compare, write_page
+from slimbayes_lab.report.groups import load as load_records
+from slimbayes_lab.report.tables import reasons
+from slimbayes_lab.runs.fit import fit
 
 from slimbayes.files import claim_folder
-from slimbayes.lab.configs.files import load, read_tree, row_names
-from slimbayes.lab.execution import Execution
-from slimbayes.lab.runs.fit import fit
-from slimbayes.report import compare, write_page
-from slimbayes.report.groups import load as load_records
-from slimbayes.report.tables import reasons
 
-CONFIGS = Path(__file__).parents[1] / "experiments" / "demo" / "digits.yaml"
+CONFIGS = Path(__file__).parents[1] / "lab" / "experiments" / "demo" / "digits.yaml"
 WIDE = 140  # columns of a terminal
 
 

@@ -1,6 +1,6 @@
 """What is installed, from where, and under which terms: checks of the lock, and the bill of materials.
 
-    python tools/supply_chain.py check torch==2.13.0         the lock against pyproject.toml and what is installed
+    python tools/supply_chain.py check torch==2.13.0         the lock against both pyproject.toml and what is installed
     python tools/supply_chain.py sbom dist/slimbayes-*.whl   a CycloneDX file beside the wheel
 
 `make lock` writes requirements.lock. torch stands apart from it: which build is right, and so its hash and the CUDA
@@ -23,7 +23,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FILES = (ROOT / "pyproject.toml", ROOT / "lab" / "pyproject.toml")
+PROJECTS = {
+    project["project"]["name"]: project
+    for project in (tomllib.loads(file.read_text()) for file in FILES)
+}
 LOCK = ROOT / "requirements.lock"
 OF_TORCH = re.compile("torch|triton|nvidia-.*|cuda-.*")
 # Releases that somebody else uploaded: they stole credentials when imported.
@@ -68,23 +72,31 @@ def read_lock(text: str) -> dict[str, Pin]:
     }
 
 
-def asked_for(project: dict[str, Any], *extras: str) -> list[Requirement]:
-    """The project's own requirements with these extras, those that an extra takes from another written out."""
-    optional = project["project"]["optional-dependencies"]
+Projects = dict[str, dict[str, Any]]
+
+
+def asked_for(projects: Projects, name: str, *extras: str) -> list[Requirement]:
+    """What a distribution of ours asks for with these extras.
+
+    Requirements on our own distributions are replaced by what those ask for.
+    """
+    project = projects[name]["project"]
+    lines = list(project["dependencies"])
+    for extra in extras:
+        lines += project["optional-dependencies"][extra]
     found: list[Requirement] = []
-    waiting = [
-        *project["project"]["dependencies"],
-        *(line for extra in extras for line in optional[extra]),
-    ]
-    while waiting:
-        requirement = Requirement(waiting.pop())
-        if requirement.name == project["project"]["name"]:
-            waiting += [
-                line for extra in requirement.extras for line in optional[extra]
-            ]
+    for requirement in map(Requirement, lines):
+        if requirement.name in projects:
+            if requirement.name != name or requirement.extras:
+                found += asked_for(projects, requirement.name, *requirement.extras)
         else:
             found.append(requirement)
     return found
+
+
+def for_developers(projects: Projects) -> list[Requirement]:
+    """What the environment of the tests asks for: every distribution with its extra `dev`."""
+    return [line for name in projects for line in asked_for(projects, name, "dev")]
 
 
 def closure(requirements: list[Requirement]) -> dict[str, set[str]]:
@@ -140,16 +152,15 @@ def allowed(expression: str) -> bool:
     return set(re.findall(r"[^\s()]+", expression)) - {"AND", "OR", "WITH"} <= ALLOWED
 
 
-def drift(project: dict[str, Any], lock: dict[str, Pin], torch: str) -> list[str]:
+def drift(projects: Projects, lock: dict[str, Pin], torch: str) -> list[str]:
     """Where the lock and pyproject.toml disagree; empty if nowhere."""
     pin = Requirement(torch)
     locked = lock | {
         "torch": Pin(str(pin.specifier).removeprefix("=="), ("of the machine's build",))
     }
-    own = [
-        *asked_for(project, "dev"),
-        *map(Requirement, project["build-system"]["requires"]),
-    ]
+    own = for_developers(projects)
+    for project in projects.values():
+        own += map(Requirement, project["build-system"]["requires"])
     wrong = [
         f"{name} {pin.version} has no hash"
         for name, pin in locked.items()
@@ -183,10 +194,10 @@ def drift(project: dict[str, Any], lock: dict[str, Pin], torch: str) -> list[str
     return wrong
 
 
-def installed(project: dict[str, Any], lock: dict[str, Pin]) -> list[str]:
+def installed(projects: Projects, lock: dict[str, Pin]) -> list[str]:
     """Where what is installed here differs from the lock, or has a licence that is not on the list."""
     try:
-        needs = closure(asked_for(project, "dev"))
+        needs = closure(for_developers(projects))
     except PackageNotFoundError as error:
         return [f"{error.name} is needed and not installed: make lock"]
     wrong = []
@@ -207,17 +218,20 @@ def installed(project: dict[str, Any], lock: dict[str, Pin]) -> list[str]:
     return wrong
 
 
-def sbom(project: dict[str, Any], lock: dict[str, Pin], wheel: Path) -> dict[str, Any]:
+def sbom(projects: Projects, lock: dict[str, Pin], wheel: Path) -> dict[str, Any]:
     """CycloneDX 1.6: the wheel, what it needs, and what its extras add, at the versions it was tested with."""
     apart = ("dev", "docs", "ray", "benchmarks")  # for developers, or not locked
+    name, version = wheel.name.split("-")[:2]
+    project = projects[name.replace("_", "-")]
+    own_name = project["project"]["name"]
     extras = [
         extra
         for extra in project["project"]["optional-dependencies"]
         if extra not in apart
     ]
-    name, version = wheel.name.split("-")[:2]
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    direct, core = asked_for(project, *extras), closure(asked_for(project))
+    direct = asked_for(projects, own_name, *extras)
+    core = closure(asked_for(projects, own_name))
     needs = closure(direct)
 
     def purl(package: str) -> str:
@@ -267,7 +281,7 @@ def main(task: str, argument: str) -> int:
     """Run one of the two, and say what is wrong."""
     lock = read_lock(LOCK.read_text())
     if task == "check":
-        wrong = drift(PROJECT, lock, argument) + installed(PROJECT, lock)
+        wrong = drift(PROJECTS, lock, argument) + installed(PROJECTS, lock)
         print(
             "\n".join(wrong)
             or f"{len(lock)} locked packages agree with pyproject.toml; their licences are listed"
@@ -275,7 +289,7 @@ def main(task: str, argument: str) -> int:
         return int(bool(wrong))
     wheel = Path(argument)
     wheel.with_suffix(".cdx.json").write_text(
-        json.dumps(sbom(PROJECT, lock, wheel), indent=1) + "\n"
+        json.dumps(sbom(PROJECTS, lock, wheel), indent=1) + "\n"
     )
     return 0
 

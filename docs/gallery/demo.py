@@ -1,6 +1,6 @@
 """What `make demo` prints, as a chart: five methods on clean and on corrupted digits.
 
-python docs/gallery/demo.py        # writes docs/gallery/demo.png from results/demo.json
+python docs/gallery/demo.py        # writes docs/gallery/demo.png from lab/results/demo.json
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[2]
-RECORD = ROOT / "results/demo.json"
+RECORD = ROOT / "lab/results/demo.json"
 PICTURE = Path(__file__).with_suffix(".png")
 PANELS = (  # title, score, what it is multiplied by
     ("accuracy on clean digits, %", "accuracy", 100),

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-# `python -m slimbayes` imports this while the current folder is first on the path, where a typing.py may lie: nothing
+# `python -m slimbayes_lab` imports this while the current folder is first on the path, where a typing.py may lie: nothing
 # is imported here that Python has not imported itself.
 TYPE_CHECKING = False
 if TYPE_CHECKING:

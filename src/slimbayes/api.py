@@ -2,12 +2,10 @@
 asked for.
 """
 
-from slimbayes import data as data
 from slimbayes import decisions as decisions
 from slimbayes import diagnostics as diagnostics
 from slimbayes import kernels as kernels
 from slimbayes import metrics as metrics
-from slimbayes import models as models
 from slimbayes import plot as plot
 from slimbayes.convert.bayesianize import bayesianize as bayesianize
 from slimbayes.convert.bayesianize import debayesianize as debayesianize

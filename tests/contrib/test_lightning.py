@@ -127,7 +127,7 @@ def test_the_kl_is_scaled_once(tmp_path: Path, accumulate: int) -> None:
     assert seen.rows[0]["loss"] == pytest.approx(
         seen.rows[0]["nll"] + 0.25 * expected.item(), rel=1e-6
     )
-    from slimbayes.lab.execution import seed_everything
+    from slimbayes.seeds import seed_everything
 
     x, y = blobs()
     for index in range(accumulate):

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 from lab_configs import CPU, MINE, X, dense, experiment, mine
+from slimbayes_lab.report import record
+from slimbayes_lab.report.groups import load
+from slimbayes_lab.run_commands import print_scores
+from slimbayes_lab.runs.fit import fit
+from slimbayes_lab.runs.watchers import Bars
 from torch import nn
 
 import slimbayes as sb
 from slimbayes.diagnostics import check
-from slimbayes.lab.run_commands import print_scores
-from slimbayes.lab.runs.fit import fit
-from slimbayes.lab.runs.watchers import Bars
-from slimbayes.report import record
-from slimbayes.report.groups import load
 
 Y = torch.arange(60) % 3
 
@@ -179,7 +179,7 @@ def test_a_fit_is_kept_where_diagnostics_fail(
     def fail(*_: Any) -> None:
         raise RuntimeError("no such operation")
 
-    monkeypatch.setattr("slimbayes.lab.runs.fit.check_fit", fail)
+    monkeypatch.setattr("slimbayes_lab.runs.fit.check_fit", fail)
     with Bars() as bars:
         run = fit(
             experiment(**MINE, train={"batch": 20}),

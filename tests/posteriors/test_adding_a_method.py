@@ -72,7 +72,7 @@ def test_a_file_is_all_that_a_method_needs(folder: Path) -> None:
         folder,
         """
         import torch, slimbayes as sb
-        from slimbayes.lab.configs.files import validate
+        from slimbayes_lab.configs.files import validate
         from slimbayes.posteriors import METHODS
         from torch import nn
 

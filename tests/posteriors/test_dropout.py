@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from covering import each, pairwise
 from scipy import stats
+from slimbayes_lab.models import resnet18
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,7 +25,6 @@ import slimbayes as sb
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import LAYERS, BayesLayer
 from slimbayes.layers.dropout import functional_dropout
-from slimbayes.models import resnet18
 
 pytestmark = pytest.mark.usefixtures("last_draws")
 

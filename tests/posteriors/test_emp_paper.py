@@ -19,6 +19,7 @@ import torch
 from covering import each, pairwise
 from oracle import shapes_alone
 from scipy import integrate, stats
+from slimbayes_lab.models import deep_mlp, imdb_lstm, pyramidnet, resnet18
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -26,7 +27,6 @@ from torch.nn import functional as F
 import slimbayes as sb
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer
-from slimbayes.models import deep_mlp, imdb_lstm, pyramidnet, resnet18
 
 pytestmark = pytest.mark.usefixtures("last_draws")
 

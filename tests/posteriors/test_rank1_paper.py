@@ -12,12 +12,12 @@ import torch
 from covering import each, pairwise
 from oracle import shapes_alone
 from scipy import integrate, special, stats
+from slimbayes_lab.models import resnet50, wrn
 from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.distributions.families import Normal
 from slimbayes.distributions.kl import information, kl
-from slimbayes.models import resnet50, wrn
 from slimbayes.posteriors.rank1 import Rank1Posterior
 
 pytestmark = pytest.mark.usefixtures("last_draws")

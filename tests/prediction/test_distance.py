@@ -451,7 +451,7 @@ def test_the_mean_of_members_is_each_members_own_and_has_no_noise() -> None:
 
 
 def test_the_page_says_what_the_record_holds() -> None:
-    found = json.loads((ROOT / "results" / "far.json").read_text())
+    found = json.loads((ROOT / "lab" / "results" / "far.json").read_text())
     assert (ROOT / "docs" / "distance.md").read_text() == distance_benchmark.page(found)
     cells, mean = (
         found["fresh"],

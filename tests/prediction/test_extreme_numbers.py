@@ -14,6 +14,8 @@ import pytest
 import torch
 from covering import each, pairwise
 from scipy import integrate, special
+from slimbayes_lab.papers.table import averages
+from slimbayes_lab.runs.scores import class_scores
 from torch import Tensor, nn
 
 import slimbayes as sb
@@ -21,8 +23,6 @@ import slimbayes.layers
 import slimbayes.metrics as sm
 from slimbayes.decisions import TemperatureScaling
 from slimbayes.distributions.kl import kl as kl_of
-from slimbayes.lab.papers.table import averages
-from slimbayes.lab.runs.scores import class_scores
 from slimbayes.layers import bayes_class
 from slimbayes.posteriors.configs.base import Config
 from slimbayes.posteriors.k_tied import KTiedPosterior
@@ -285,7 +285,7 @@ def test_evaluation_of_sure_predictions_is_finite(
 
 
 def test_tables_show_scores_that_are_not_finite() -> None:
-    from slimbayes.lab.papers.table import _value
+    from slimbayes_lab.papers.table import _value
 
     found = averages(
         [{"nll": 0.5, "ece": 0.1}, {"nll": math.inf, "ece": 0.3}, {"nll": math.nan}], {}

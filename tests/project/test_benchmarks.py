@@ -526,7 +526,7 @@ def test_a_record_of_another_machine_is_not_resumed(tmp_path: Path) -> None:
 
 def test_the_page_in_docs_is_made_of_the_records(tmp_path: Path) -> None:
     record, page = (
-        ROOT / "results" / "benchmarks" / "gpu_h200.json",
+        ROOT / "lab" / "results" / "benchmarks" / "gpu_h200.json",
         tmp_path / "performance.md",
     )
     gpu.main(["--table", str(record), "--page", str(page)])

@@ -18,7 +18,7 @@ import fine_tune_tasks as tasks
 
 ROOT = Path(__file__).parents[2]
 RECORDS = [
-    ROOT / "results" / "benchmarks" / name
+    ROOT / "lab" / "results" / "benchmarks" / name
     for name in ("fine_tune.jsonl", "fine_tune_tables.jsonl")
 ]
 
@@ -90,7 +90,7 @@ def test_starts_are_what_their_lines_say_and_are_chosen_by_validation_rows_alone
     text = (ROOT / "docs" / "fine_tuning.md").read_text()
     lines = [
         json.loads(entry)
-        for entry in (ROOT / "results/benchmarks/fine_tune_starts.jsonl")
+        for entry in (ROOT / "lab/results/benchmarks/fine_tune_starts.jsonl")
         .read_text()
         .splitlines()
     ]

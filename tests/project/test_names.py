@@ -64,7 +64,7 @@ def test_a_tree_that_disagrees_is_told(names: ModuleType, row: Any, tree: str) -
 
 
 def test_what_goes_is_also_looked_for_in_the_laboratory(names: ModuleType) -> None:
-    gone = row("gone", done="yes") | {"name": "slimbayes.data.mimic4"}
+    gone = row("gone", done="yes") | {"name": "slimbayes_lab.data.mimic4"}
     assert names.faults([gone], {"slimbayes_lab.data.mimic4": "function"})
 
 

@@ -18,7 +18,7 @@ import tables_rivals
 import slimbayes as sb
 
 ROOT = Path(__file__).parents[2]
-RECORD = ROOT / "results" / "benchmarks" / "tables.jsonl"
+RECORD = ROOT / "lab" / "results" / "benchmarks" / "tables.jsonl"
 
 
 def split(y: list[float], real: bool) -> tables.Split:
@@ -223,7 +223,8 @@ def test_every_way_from_a_trained_network_is_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    not RECORD.exists(), reason="results/benchmarks/tables.jsonl has not been written"
+    not RECORD.exists(),
+    reason="lab/results/benchmarks/tables.jsonl has not been written",
 )
 def test_docs_show_the_record() -> None:
     text = (ROOT / "docs" / "tables.md").read_text()

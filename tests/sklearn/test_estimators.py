@@ -19,11 +19,11 @@ from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import estimator_checks_generator
+from slimbayes_lab.models import table_net
 from torch import nn
 
 import slimbayes as sb
 from slimbayes.errors import SlimbayesWarning
-from slimbayes.models import table_net
 from slimbayes.sklearn import BayesClassifier, BayesRegressor
 
 QUICK: dict[str, Any] = {

@@ -275,8 +275,8 @@ def test_set_params_changes_the_next_fit_alone() -> None:
 
 
 def test_a_category_of_test_rows_alone_is_refused(tmp_path: Path) -> None:
-    from slimbayes.lab.configs.experiment import Data
-    from slimbayes.lab.tasks.intake import open_data
+    from slimbayes_lab.configs.experiment import Data
+    from slimbayes_lab.tasks.intake import open_data
 
     (tmp_path / "t.csv").write_text(
         "a,k,y\n"

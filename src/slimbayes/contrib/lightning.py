@@ -24,11 +24,11 @@ from torchmetrics import Metric
 
 from slimbayes import metrics
 from slimbayes.convert.bayesianize import conversions_of
-from slimbayes.lab.execution import seed_everything
 from slimbayes.prediction.batches import IGNORED
 from slimbayes.prediction.predict import find_output, predict
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import members, sample
+from slimbayes.seeds import seed_everything
 from slimbayes.train import schedules
 from slimbayes.train.elbo import ELBO, elbo
 from slimbayes.train.likelihoods import Form, LikelihoodName, likelihood_named
@@ -44,7 +44,7 @@ else:
         ).LightningModule
     except ModuleNotFoundError as error:
         raise ImportError(
-            'slimbayes.contrib.lightning needs Lightning: pip install "slimbayes[lab]"'
+            'slimbayes.contrib.lightning needs Lightning: pip install "slimbayes[lightning]"'
         ) from error
 
 _EACH = 8  # draws of each member in a prediction, by default

@@ -9,7 +9,6 @@ Sizes: S draws, R rows of the batch, B rows per draw, K members.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import operator
 import os
@@ -30,23 +29,13 @@ from slimbayes.engine.modules import kinds_of, noise_type, places_of, plan_once
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.quiet import inside_func
 from slimbayes.kernels import INTERPRETED, LARGE, ready
+from slimbayes.seeds import key
 
 Seed = int | torch.Generator | None
 
 _CALLS = count()
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: multiples of an odd number differ in their low bits, too
 _OWN = threading.RLock()
-
-
-def key(seed: int, *place: object) -> int:
-    """A 63-bit seed for one place of a run; equal places give equal seeds, different ones independent ones.
-
-    Example:
-        >>> key(0, "step", 7) == key(0, "step", 7), key(0, "step", 7) == key(0, "step", 8)
-        (True, False)
-    """
-    digest = hashlib.blake2b(repr((seed, *place)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def seed_of(seed: Seed) -> int:

@@ -22,13 +22,14 @@ from slimbayes.convert.plan import Selection
 from slimbayes.distributions.families import Distribution, Normal, Point
 from slimbayes.engine import passes
 from slimbayes.engine.locate import unwrapped
-from slimbayes.engine.noise import Seed, key, seed_of
+from slimbayes.engine.noise import Seed, seed_of
 from slimbayes.inference.density import HMC, Density, Loss, langevin, normals
 from slimbayes.inference.means import Factors, plain_model, set_factors
 from slimbayes.posteriors.configs.base import check_choice, check_count, check_whole
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.posteriors.factors import Drawn
 from slimbayes.posteriors.rank1 import Rank1Posterior
+from slimbayes.seeds import key
 from slimbayes.train.elbo import check_finite
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 

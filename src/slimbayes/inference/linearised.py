@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from slimbayes.engine import calls, passes
 from slimbayes.engine.layout import Unproven, arrays_of, map_arrays
 from slimbayes.engine.locate import batch_dim_of, check_size, layout_of
-from slimbayes.engine.noise import Seed, key, seed_of
+from slimbayes.engine.noise import Seed, seed_of
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.sharing import evaluating
 from slimbayes.posteriors.joint_normal import JointNormalPosterior
@@ -32,6 +32,7 @@ from slimbayes.prediction.batches import batches_of, rows_of
 from slimbayes.prediction.checks import check_draws
 from slimbayes.prediction.predict import find_output
 from slimbayes.prediction.prediction import Prediction
+from slimbayes.seeds import key
 from slimbayes.train.elbo import check_finite
 from slimbayes.train.likelihoods import LikelihoodName, entropy, likelihood_named
 

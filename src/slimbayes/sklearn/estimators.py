@@ -16,10 +16,10 @@ from sklearn.utils.validation import check_array, column_or_1d
 from torch import nn
 
 from slimbayes.errors import brief
-from slimbayes.models.tables import Noise, WithNoise
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.sklearn.base import TableEstimator
 from slimbayes.sklearn.network import build, join_equal_rows
+from slimbayes.tables import Noise, WithNoise
 from slimbayes.train.likelihoods import LikelihoodName
 
 

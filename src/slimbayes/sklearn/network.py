@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from slimbayes.distributions.families import Normal
 from slimbayes.distributions.scales import dropout_scale
-from slimbayes.models.tables import table_net
 from slimbayes.posteriors.configs.base import Config
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.posteriors.configs.whole_modules import Ensemble
 from slimbayes.prediction.averages import log_at
+from slimbayes.tables import table_net
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
 
 Module = nn.Module | Callable[[int, int], nn.Module] | Sequence[int] | None
