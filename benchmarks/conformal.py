@@ -25,7 +25,7 @@ from slimbayes.sklearn import BayesClassifier, BayesRegressor
 LEVEL = 0.9
 HELD_OUT = 100
 NEW = 200
-RECORD = Path(__file__).parents[1] / "results" / "benchmarks" / "conformal.json"
+RECORD = Path(__file__).parents[1] / "lab" / "results" / "benchmarks" / "conformal.json"
 # Maps held-out rows, their targets and new rows to a function of some new rows and
 # their targets: whether each target is covered, and the size of each set or interval.
 Conformalize = Callable[..., Callable[..., tuple[np.ndarray, np.ndarray]]]

@@ -249,11 +249,11 @@ def block(
         f"{'-'.join(map(str, sorted({seeds[0], seeds[-1]})))} seeds. + and -: better or worse than plain beyond noise "
         f"(95 % t interval of paired differences){'; cost: measured, in plain epochs' if cost else ''}. Corrupted: 15 "
         f"corruptions x 5 "
-        f"severities; OOD: CIFAR-100 ([how](../experiments/cifar10/README.md)).",
+        f"severities; OOD: CIFAR-100 ([how](../lab/experiments/cifar10/README.md)).",
         "", *table(found, cost), "",
         "![NLL of every method on clean and corrupted images](cifar10.svg)", "",
         f"{reading(found)} {summit(longer)}".strip(), "",
-        *([f"**The same settings on CIFAR-100** ([table](../experiments/cifar10/README.md)). "
+        *([f"**The same settings on CIFAR-100** ([table](../lab/experiments/cifar10/README.md)). "
            f"{reading(methods(hundred))}", ""] if hundred else []),
         f"What the papers claim and what came out here: [reproduction](reproduction.md), "
         f"generated, as is this: `{COMMAND}`, then `make reproduction`.",
@@ -534,7 +534,7 @@ def summit(records: Sequence[Record]) -> str:
         f"At the cost of {budget.cost}, where an ensemble's members train for {budget.epochs[_ENSEMBLE]} each "
         f"({seeds} seed{'s' * (seeds > 1)}, on nine tenths of the images), NLL on clean and corrupted images is "
         f"{budget.shown(_ENSEMBLE)} for the ensemble of four and {budget.shown(PLAIN)} for the plain network; {own} "
-        f"([all of them](../experiments/cifar10/README.md))."
+        f"([all of them](../lab/experiments/cifar10/README.md))."
     )
 
 

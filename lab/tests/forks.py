@@ -79,7 +79,7 @@ class Popen:
     def __init__(self, words: list[str], **options: object) -> None:
         import lightning_fabric  # noqa: F401 (once, and not in each fork)
 
-        self.process = start(_command, words[words.index("slimbayes") + 1 :])
+        self.process = start(_command, words[words.index("slimbayes_lab") + 1 :])
         self.terminate, self.kill = self.process.terminate, self.process.kill
 
     def poll(self) -> int | None:

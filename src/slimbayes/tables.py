@@ -53,11 +53,12 @@ class TableNet(nn.Sequential):
     def init_weights(self) -> None:
         """Start anew, as the members of an ensemble do."""
         for module in self.modules():
-            if isinstance(module, Head | Embedded):
-                module.init_weights()
-            elif isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
                 nn.init.zeros_(module.bias)
+        for module in self.modules():
+            if isinstance(module, Head | Embedded):
+                module.init_weights()
 
 
 class Head(nn.Linear):

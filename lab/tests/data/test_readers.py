@@ -83,7 +83,7 @@ def test_missing_sets_name_files_and_source(
 
 
 def test_missing_package_names_the_extra() -> None:
-    with pytest.raises(ImportError, match=r'pip install "slimbayes\[data\]"'):
+    with pytest.raises(ImportError, match=r'pip install "slimbayes-lab"'):
         archives.require("no_such_package_at_all")
 
 

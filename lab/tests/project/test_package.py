@@ -117,9 +117,7 @@ def test_a_command_that_lacks_a_package_says_what_to_install(
     assert 'pip install "slimbayes-lab"' in done.output
 
 
-@pytest.mark.parametrize(
-    "program",
-)
+@pytest.mark.parametrize("program", ["bin/slimbayes", "slimbayes_lab/__main__.py"])
 def test_a_record_names_the_command_as_one_would_type_it(
     program: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

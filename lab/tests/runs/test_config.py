@@ -342,7 +342,7 @@ def test_the_hash_leaves_out_what_is_as_usual() -> None:
 def test_the_config_in_the_laboratory_s_readme_is_valid() -> None:
     import re
 
-    text = (Path(__file__).parents[2] / "lab" / "README.md").read_text()
+    text = (Path(__file__).parents[2] / "README.md").read_text()
     blocks = re.findall(r"```yaml\n(.*?)```", text, re.S)
     assert blocks and all(
         validate(yaml.safe_load(block)).train.epochs for block in blocks
