@@ -327,8 +327,8 @@ def which() -> str:
     assert wide is not None and small is not None
     text = (
         f"NLL less the plain network's (lower is better), mean of {len(defaults()[0].tasks)} small tasks at equal "
-        "epochs with the settings of [recipes](docs/recipes.md), clean and shifted examples, four members, each of which "
-        "sees every example. `laplace`: number of other tasks ([fine-tuning](docs/fine_tuning.md)). Rank-1 adds "
+        "epochs with the settings of [recipes](docs/recipes.md), clean and shifted examples; four members, each of which "
+        "sees every example (`sb.sample`; `net(x)` takes one pass). `laplace`: number of other tasks ([fine-tuning](docs/fine_tuning.md)). Rank-1 adds "
         f"{wide / sizes[0]:.1%} to the parameters of ResNet-50 and {small / sizes[2]:.1%} to those of an MLP "
         "64-256-10 ([cost](docs/cost.md), [all methods](docs/methods/index.md))."
     )
