@@ -1,5 +1,6 @@
 """The papers' rows as configs: valid at both scales, of the printed size, with the hashes and numbers they had."""
 
+import copy
 import json
 import math
 from functools import cache
@@ -19,6 +20,7 @@ from slimbayes_lab.models import keras_count
 from slimbayes_lab.papers.diagnostics import DIAGNOSTICS
 from slimbayes_lab.papers.rows import PaperRow, find, listings
 from slimbayes_lab.papers.status import kept_config
+from slimbayes_lab.report import kept
 from slimbayes_lab.runs.predictor import build_network
 from torch import nn
 
@@ -184,21 +186,27 @@ def test_configs_keep_their_hashes(place: str) -> None:
 
 @pytest.mark.slow
 def test_kept_records_are_those_of_their_tables() -> None:
-    """lab/results/<paper>/<table>-small holds runs of that table's rows; 89 records are older than the present hash."""
+    """<paper>.jsonl/<table>-small has runs of that table's rows; 89 records are older than the present hash."""
     runs = 0
-    for folder in sorted((ROOT / "lab" / "results").glob("*/*-small")):
+    results = ROOT / "lab" / "results"
+    folders = [
+        file.parent
+        for paper in ("rank1", "k_tied", "emp")
+        for file in kept.glob(results / f"{paper}.jsonl", "*-small/table.json")
+    ]
+    for folder in folders:
         rows = find(
-            f"{folder.parent.name}/{folder.name.removesuffix('-small')}", [FOLDER]
+            f"{folder.parent.stem}/{folder.name.removesuffix('-small')}", [FOLDER]
         )
-        table = json.loads((folder / "table.json").read_text())
+        table = kept.load(folder / "table.json")
         assert [row["row"] for row in table["rows"]] == [row.stem for row in rows]
         assert [row["paper"] for row in table["rows"]] == [
             row.paper.numbers for row in rows
         ]
         seeds = {seed for row in table["rows"] for seed in row["seeds"]}
         known = {row.experiment("small", seed).hash for row in rows for seed in seeds}
-        for file in folder.glob("*/record.json"):
-            config = kept_config(json.loads(file.read_text())["config"])
+        for file in kept.glob(folder, "*/record.json"):
+            config = kept_config(copy.deepcopy(kept.load(file)["config"]))
             config["train"].setdefault(
                 "ensemble_loss", "mean"
             )  # what it was before it could be chosen

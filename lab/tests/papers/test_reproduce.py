@@ -179,7 +179,9 @@ def test_seeds_that_are_none_are_told(text: str) -> None:
 def test_an_overview_counts_rows_with_records() -> None:
     found = {
         line.split()[0]: line.split()[1:]
-        for line in overview([Path(__file__).parents[3] / "lab" / "results" / "rank1"])
+        for line in overview(
+            [Path(__file__).parents[3] / "lab" / "results" / "rank1.jsonl"]
+        )
     }
     assert found["rank1/table2"] == ["8", "0", "8"] and found["rank1/table3"][2] == "0"
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from slimbayes.errors import cut
-from slimbayes.untrusted import parse_json, read_file
 from slimbayes_lab.configs.experiment import Experiment
 from slimbayes_lab.configs.files import ConfigError, Scale, validate
 from slimbayes_lab.papers.rows import PaperRow, find, listings, roots
+from slimbayes_lab.report import kept
 from slimbayes_lab.report.record import Record, RecordError, read
 
 SCALES: tuple[Scale, ...] = get_args(Scale)
@@ -64,10 +64,10 @@ def _tabled(row: PaperRow, folders: Sequence[Path]) -> dict[str, list[int]]:
     """Seeds by scale of a row that trains nothing, from tables that were written."""
     found: dict[str, set[int]] = {}
     for file in sorted(
-        {file for folder in folders for file in folder.glob("**/table.json")}
+        {file for folder in folders for file in kept.glob(folder, "**/table.json")}
     ):
         try:
-            table = parse_json(read_file(file))
+            table = kept.load(file)
             if f"{row.name}/".startswith(f"{table['name']}/"):
                 seeds = {
                     seed
@@ -83,7 +83,7 @@ def _tabled(row: PaperRow, folders: Sequence[Path]) -> dict[str, list[int]]:
 
 def _records(folders: Sequence[Path]) -> Iterable[tuple[Path, Record]]:
     for file in sorted(
-        {file for folder in folders for file in folder.glob("**/*.json")}
+        {file for folder in folders for file in kept.glob(folder, "**/*.json")}
     ):
         if file.name == "record.json" or (
             file.parent in folders and file.name != "table.json"
@@ -214,9 +214,10 @@ def _seeds(seeds: list[int]) -> str:
 
 
 def _results(table: str) -> list[Path]:
-    """Folders of a paper's results beside the experiments: its tables share runs."""
-    found = [root.parent / "results" / table.partition("/")[0] for root in roots()]
-    return list(dict.fromkeys(folder.resolve() for folder in found if folder.is_dir()))
+    """Kept runs of a paper, beside the experiments: its tables share runs."""
+    name = f"{table.partition('/')[0]}.jsonl"
+    found = [root.parent / "results" / name for root in roots()]
+    return list(dict.fromkeys(file.resolve() for file in found if file.is_file()))
 
 
 def overview(folders: Sequence[Path] | None = None) -> list[str]:
