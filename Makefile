@@ -92,6 +92,7 @@ coverage: .venv/ready
 reproduction: .venv/ready
 	$(RUN) benchmarks/verdicts.py
 	$(RUN) benchmarks/main_table.py
+	$(RUN) benchmarks/paper_tables.py
 
 .PHONY: docs gallery release-check
 

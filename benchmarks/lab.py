@@ -1,7 +1,7 @@
 """Seconds of an epoch in the lab, progress and logging included, and what augmentation takes of it.
 
     python benchmarks/lab.py [--epochs 5] [--only plain,rank1] [--modes graph,compile,eager] [--out FILE]
-    python benchmarks/lab.py --config lab/experiments/cifar10/methods.yaml --jobs 12 --out lab/results/cifar10/cost.json
+    python benchmarks/lab.py --config lab/experiments/cifar10/methods.yaml --jobs 12 --out lab/results/benchmarks/cost.json
 
 50,000 random images of CIFAR's shape, WRN-16-4, batches of 128, SGD, crops and flips, bf16; the papers' own data would
 take as long. Seconds are the median over epochs after the first; on a GPU one epoch more is profiled. With --jobs,

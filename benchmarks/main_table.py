@@ -1,6 +1,6 @@
 """CIFAR's main tables: docs/cifar10.md, README's rows of them, docs/cifar10.svg and lab/experiments/cifar10/README.md from the records of their runs.
 
-python benchmarks/main_table.py               from lab/results/cifar10/{methods,tune,moonshot} and lab/results/cifar100/methods
+python benchmarks/main_table.py               from lab/results/cifar10.jsonl and cifar100.jsonl
 python benchmarks/main_table.py take FOLDER   the same, after taking records from run directories in that folder
 """
 
@@ -18,13 +18,14 @@ from typing import NamedTuple
 from cells import between
 from slimbayes_lab.configs.files import load, read_tree, row_names
 from slimbayes_lab.papers.table import draws_of, scores_of_record
-from slimbayes_lab.report import compare
+from slimbayes_lab.report import compare, kept
 from slimbayes_lab.report.metric import mean, t_interval
-from slimbayes_lab.report.record import Record, read, write
+from slimbayes_lab.report.record import Record, read
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "lab" / "results" / "cifar10"
-HUNDRED = ROOT / "lab" / "results" / "cifar100"
+RESULTS = ROOT / "lab" / "results" / "cifar10.jsonl"
+HUNDRED = ROOT / "lab" / "results" / "cifar100.jsonl"
+TIMES = ROOT / "lab" / "results" / "benchmarks"
 CONFIG = ROOT / "lab" / "experiments" / "cifar10" / "methods.yaml"
 PLAIN, SMALL = (
     "plain",
@@ -65,30 +66,28 @@ def methods(records: Sequence[Record]) -> dict[str, Scores]:
 
 
 def take(folder: Path, results: Path = RESULTS.parent) -> None:
-    """Keep the records of finished runs, <table>/<run>/record.json, as lab/results/<data>/<table>/<name>-<seed>.json.
+    """Keep the records of finished runs, <table>/<run>/record.json, at <table>/<name>-<seed>.json in lab/results/<data>.jsonl.
 
     Their commands name folders from runs/ on, and data by its folder's name: others run them elsewhere.
     """
     for file in sorted(folder.glob("**/record.json")):
         record = read(file)
-        kept = results / record.data / file.parents[1].name
-        kept.mkdir(parents=True, exist_ok=True)
         told = [
             re.sub(r"(?<!\S)[/~]\S*?(runs/\S+|[^/\s]+)(?!\S)", r"\1", line)
             for line in record.commands
         ]
         slug = re.sub(r"[^a-z0-9.]+", "-", record.name.lower())
-        write(
-            kept / f"{slug}-{record.seed}.json",
-            record.model_copy(update={"commands": told}),
-        )
+        place = f"{file.parents[1].name}/{slug}-{record.seed}.json"
+        told_anew = record.model_copy(update={"commands": told})
+        content = {place: told_anew.model_dump(mode="json")}
+        kept.keep(results / f"{record.data}.jsonl", content)
 
 
 def kept_records(results: Path = RESULTS) -> list[Record]:
     """Records of methods.yaml, in the order of its rows, then by seed."""
     rows = row_names(read_tree(CONFIG))
     order = {load(f"{CONFIG}#{row}").name: place for place, row in enumerate(rows)}
-    records = [read(file) for file in sorted((results / "methods").glob("*.json"))]
+    records = [read(file) for file in kept.glob(results, "methods/*.json")]
     return sorted(
         records, key=lambda record: (order.get(record.name, len(order)), record.seed)
     )
@@ -96,7 +95,7 @@ def kept_records(results: Path = RESULTS) -> list[Record]:
 
 def kept_attempts(results: Path = RESULTS) -> list[Record]:
     """Records of moonshot.yaml."""
-    return [read(file) for file in sorted((results / "moonshot").glob("*.json"))]
+    return [read(file) for file in kept.glob(results, "moonshot/*.json")]
 
 
 # --- tables ---
@@ -125,7 +124,7 @@ def better(
     return (interval[1] < 0) == less
 
 
-def costs(results: Path = RESULTS) -> dict[str, float]:
+def costs(results: Path = TIMES) -> dict[str, float]:
     """What training a method takes, in epochs of the plain network, by epochs timed with the GPU to themselves."""
     if not (file := results / "cost.json").exists():
         return {}
@@ -313,17 +312,15 @@ def _budget(records: Sequence[Record]) -> int:
 def cifar_page(results: Path = RESULTS) -> str:
     """What stands between the marks of lab/experiments/cifar10/README.md."""
     parts = []
-    kept = {
-        name: sorted((results / name).glob("*.json")) for name in ("methods", "tune")
-    }
-    if kept["methods"]:
+    runs = {name: kept.glob(results / name, "*.json") for name in ("methods", "tune")}
+    if runs["methods"]:
         for on in ("test", "corrupted", "shift", "ood"):
-            parts.append(compare(kept["methods"], baseline=PLAIN, on=on).to_markdown())
+            parts.append(compare(runs["methods"], baseline=PLAIN, on=on).to_markdown())
     else:
         parts.append("There are no records of methods.yaml yet.\n")
-    if kept["tune"]:
+    if runs["tune"]:
         shown = compare(
-            kept["tune"], on="validation", metrics=["nll", "accuracy", "ece"]
+            runs["tune"], on="validation", metrics=["nll", "accuracy", "ece"]
         ).to_markdown()
         parts.append(f"Candidates of tune.yaml, by validation rows:\n\n{shown}")
     parts += [

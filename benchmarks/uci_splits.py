@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from slimbayes_lab.data import load, standard_split
 from slimbayes_lab.data.uci import UCI
+from slimbayes_lab.report import kept
 from torch import Tensor, nn
 
 import slimbayes as sb
@@ -284,9 +285,7 @@ def table(out: Path) -> str:
         for name in SETS:
             files = {m: out / f"{name}-{m}.json" for m in METHODS}
             found = {
-                m: json.loads(file.read_text())
-                for m, file in files.items()
-                if file.exists()
+                m: kept.load(file) for m, file in files.items() if kept.exists(file)
             }
             if not found:
                 continue

@@ -8,7 +8,6 @@ are seeds, splits, or whatever `*` stands for in the names of rows.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import yaml
 from slimbayes_lab.papers.rows import FEWEST, Claim
 from slimbayes_lab.papers.table import draws_of, scores_of_record
+from slimbayes_lab.report import kept
 from slimbayes_lab.report.metric import mean, t_interval
 from slimbayes_lab.report.record import read
 
@@ -50,16 +50,16 @@ class Judged(NamedTuple):
 def rows_of(source: Mapping[str, Any], root: Path = ROOT) -> dict[str, Rows]:
     """Scores of a source's rows, by data set; one without a name where the source has only one."""
     if "records" in source:
-        return {"": _records(sorted(root.glob(source["records"])))}
+        return {"": _records(kept.glob(root, source["records"]))}
     if "table" in source:
         return {"": _table(root / source["table"])}
-    return _splits(sorted(root.glob(source["splits"])))
+    return _splits(kept.glob(root, source["splits"]))
 
 
 def _splits(files: Sequence[Path]) -> dict[str, Rows]:
     """Files of a set and a method, with a list of numbers for each score, one for each split."""
     found: dict[str, Rows] = {}
-    for one in (json.loads(file.read_text()) for file in files):
+    for one in map(kept.load, files):
         numbers = {
             name: values for name, values in one.items() if isinstance(values, list)
         }
@@ -87,7 +87,7 @@ def _records(files: Sequence[Path]) -> Rows:
 def _table(file: Path) -> Rows:
     """Rows of a `table.json`: numbers of each seed where diagnostics kept them, else the mean."""
     found: Rows = {}
-    for row in json.loads(file.read_text())["rows"] if file.exists() else ():
+    for row in kept.load(file)["rows"] if kept.exists(file) else ():
         scores = {
             name: one["mean"]
             for name, one in row["ours"].items()
@@ -99,14 +99,10 @@ def _table(file: Path) -> Rows:
                 for f in row["files"]
                 if f.startswith(f"diagnostics/{row['row']}-{seed}-")
             ]
-            kept = [
-                json.loads(f.read_text())["numbers"]
-                for f in mine
-                if f.suffix == ".json"
-            ]
+            numbers = [kept.load(f)["numbers"] for f in mine if f.suffix == ".json"]
             alone = scores if len(row["seeds"]) == 1 else {}
             found.setdefault(row["row"], {})[seed] = alone | {
-                k: v for one in kept for k, v in one.items()
+                k: v for one in numbers for k, v in one.items()
             }
     return found
 

@@ -17,6 +17,8 @@ from statistics import mean
 from textwrap import fill
 from typing import Any
 
+from slimbayes_lab.report import kept
+
 ROOT = Path(__file__).parents[1]
 Rows = list[list[str]]
 
@@ -90,10 +92,10 @@ def small_tasks(methods: Iterable[str]) -> str:
 
 
 def cifar10(names: Iterable[str]) -> str:
-    """Records of lab/results/cifar10/methods, the most draws of each, averaged over seeds."""
+    """Records of lab/results/cifar10.jsonl/methods, the most draws of each, averaged over seeds."""
     by_name: dict[str, list[dict[str, Any]]] = {}
-    for file in sorted((ROOT / "lab/results/cifar10/methods").glob("*.json")):
-        record = json.loads(file.read_text())
+    for file in kept.glob(ROOT / "lab/results/cifar10.jsonl/methods", "*.json"):
+        record = kept.load(file)
         by_name.setdefault(record["name"], []).append(record)
     rows = [
         ["method", "seeds", "parameters", "accuracy", "NLL", "ECE", "corrupted NLL"]

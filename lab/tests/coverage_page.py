@@ -10,7 +10,7 @@ Columns of the list, several targets in a cell parted by "; ":
                             a config" behind it
     test                    file under tests, tests/insides or lab/tests and function, as file:function
     against                 the independent source that the test compares with
-    record                  file or folder under results
+    record                  file under lab/results, or a place in a file of kept runs
     lacks                   what is missing; of an item without code and test, why there is none
 """
 
@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from slimbayes_lab.configs.files import read_tree, row_names
+from slimbayes_lab.report import kept
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST, PAGE, DEVIATIONS = (
@@ -63,7 +64,7 @@ def faults(row: Row) -> list[str]:
     found += [
         f"no such record: {t}"
         for t in targets(row["record"])
-        if not (ROOT / t).exists()
+        if not kept.exists(ROOT / t)
     ]
     if row["paper"] not in PAPERS or not row["place"] or not row["item"]:
         found.append("paper, place or item is not said")

@@ -70,7 +70,7 @@ def test_every_item_that_is_not_whole_says_why_among_the_deviations() -> None:
         ({"code": "lab/experiments/rank1/table2.yaml#rank3"}, "no such code"),
         ({"test": "test_rank1_paper:test_nothing"}, "no such test"),
         ({"test": "test_rank1_paper:noisy"}, "no such test"),
-        ({"record": "lab/results/rank1/none.json"}, "no such record"),
+        ({"record": "lab/results/rank1.jsonl/none"}, "no such record"),
         ({"test": ""}, "no test"),
         ({"code": "", "test": "", "lacks": ""}, "no word why"),
         ({"item": ""}, "is not said"),

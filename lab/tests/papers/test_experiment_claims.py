@@ -15,6 +15,7 @@ from slimbayes_lab.data import Dataset, Split, load, mortality, physionet2012
 from slimbayes_lab.data.uci import split_rows
 from slimbayes_lab.execution import Execution
 from slimbayes_lab.papers.reproduce import reproduce
+from slimbayes_lab.report import kept
 from slimbayes_lab.report.record import read
 from slimbayes_lab.runs.fit import fit
 from test_health import HEAD, NAMES
@@ -195,8 +196,7 @@ def test_table_4_from_text_files(tmp_path: Path) -> None:
 def test_the_health_page_shows_the_kept_records() -> None:
     page = (FOLDER / "health" / "README.md").read_text()
     records = [
-        read(file)
-        for file in sorted((ROOT / "lab" / "results" / "health").glob("*.json"))
+        read(file) for file in kept.records(ROOT / "lab" / "results" / "health.jsonl")
     ]
     assert len(records) == 14
     for variant in NAMES:

@@ -18,7 +18,7 @@ from slimbayes_lab.data.uci import UCI
 from slimbayes_lab.models import keras_count
 from slimbayes_lab.papers.diagnostics import DIAGNOSTICS
 from slimbayes_lab.papers.rows import PaperRow, find, listings
-from slimbayes_lab.papers.status import kept_config
+from slimbayes_lab.report import kept
 from slimbayes_lab.runs.predictor import build_network
 from torch import nn
 
@@ -152,25 +152,25 @@ def test_files_say_what_they_are_for() -> None:
     assert len(files) <= 70 and all(file.read_text().startswith("# ") for file in files)
 
 
-# Hashes of configs: records are found by them. Rows that were never run before their settings changed have new ones.
+# Hashes of configs: records are found by them.
 HASHES = {
-    "rank1/table1.yaml#rank1-cauchy": ("2b00ccc6ca53", "350e52468f6c"),
-    "rank1/table3.yaml#deep-ensemble-5": ("f0dba1f9da5e", "51c3bd17bdf0"),
-    "rank1/table4.yaml#rank1-gaussian": ("5aa25f204308", "a27b1ddbe0e7"),
-    "rank1/figure3.yaml#members-16": ("68f69b5da29c", "35c5adcc04e8"),
-    "rank1/figure9.yaml#positive": ("64ec8779383a", "67dcdf583209"),
-    "k_tied/figure6.yaml#cifar100-2-tied": ("5b955e984722", "9f6f97d855b6"),
-    "k_tied/figure6.yaml#imdb-3-tied": ("df0f9d2961ab", "fdaf5fc27887"),
-    "k_tied/figure6-snr.yaml#mean-field-step-5000": ("4258dfc64563", "3925df888af6"),
-    "k_tied/figure9.yaml#1-tied": ("46ef21c5a509", "1351de01e68c"),
-    "k_tied/figure10.yaml#epochs-200": ("7ca41b6a9a88", "d6d62c05fd20"),
-    "emp/table5.yaml#vanilla": ("2ce594acb642", "1567c6a933eb"),
-    "emp/table10.yaml#cifar100-20": ("b2ffd81dc151", "add91190dcfc"),
-    "emp/table12.yaml#year-ensemble": ("8b5994a4034f", "b003ad4dbd8e"),
-    "emp/table13.yaml#yacht-ecmp": ("657adde8ba24", "1530138967be"),
-    "cifar10/methods.yaml#ecmp": ("f6af461b0278", "d26d6beb840a"),
-    "demo/digits.yaml#4-two-tied": ("6fd8d105fab2", "6fd8d105fab2"),
-    "rank1/mortality.yaml#fully-bayesian": ("580ba989926e", "e24c41614353"),
+    "rank1/table1.yaml#rank1-cauchy": ("58124587152b", "12c912a283df"),
+    "rank1/table3.yaml#deep-ensemble-5": ("a2ab176bdbdf", "465111020f1e"),
+    "rank1/table4.yaml#rank1-gaussian": ("1eb1ed812336", "110d34684da2"),
+    "rank1/figure3.yaml#members-16": ("a4111656c34b", "a3d446356676"),
+    "rank1/figure9.yaml#positive": ("2b694730c9ed", "3c0f9e6d0857"),
+    "k_tied/figure6.yaml#cifar100-2-tied": ("938884edf095", "a610dc832f07"),
+    "k_tied/figure6.yaml#imdb-3-tied": ("014d0faf5ea0", "dae8d3b1532e"),
+    "k_tied/figure6-snr.yaml#mean-field-step-5000": ("c978fafff243", "eef4d9526405"),
+    "k_tied/figure9.yaml#1-tied": ("f5aaebbe7176", "1a369703b9d0"),
+    "k_tied/figure10.yaml#epochs-200": ("ea8c8dae9f37", "e91dd536ead5"),
+    "emp/table5.yaml#vanilla": ("581b232cc371", "d066492dd974"),
+    "emp/table10.yaml#cifar100-20": ("9f367c51c5d7", "bdd793ce7d23"),
+    "emp/table12.yaml#year-ensemble": ("915efda3815a", "fbda80edc57a"),
+    "emp/table13.yaml#yacht-ecmp": ("098051e1e736", "f398cc904370"),
+    "cifar10/methods.yaml#ecmp": ("cf7b5dbc22e3", "c68460276818"),
+    "demo/digits.yaml#4-two-tied": ("ed2d39a0ccec", "ed2d39a0ccec"),
+    "rank1/mortality.yaml#fully-bayesian": ("5fc6bd0fd556", "752344baa547"),
 }  # fmt: skip
 
 
@@ -184,28 +184,33 @@ def test_configs_keep_their_hashes(place: str) -> None:
 
 @pytest.mark.slow
 def test_kept_records_are_those_of_their_tables() -> None:
-    """lab/results/<paper>/<table>-small holds runs of that table's rows; 89 records are older than the present hash."""
+    """<paper>.jsonl/<table>-small has runs of that table's rows, each by the hash of its config."""
     runs = 0
-    for folder in sorted((ROOT / "lab" / "results").glob("*/*-small")):
+    results = ROOT / "lab" / "results"
+    folders = [
+        file.parent
+        for paper in ("rank1", "k_tied", "emp")
+        for file in kept.glob(results / f"{paper}.jsonl", "*-small/table.json")
+    ]
+    for folder in folders:
         rows = find(
-            f"{folder.parent.name}/{folder.name.removesuffix('-small')}", [FOLDER]
+            f"{folder.parent.stem}/{folder.name.removesuffix('-small')}", [FOLDER]
         )
-        table = json.loads((folder / "table.json").read_text())
+        table = kept.load(folder / "table.json")
         assert [row["row"] for row in table["rows"]] == [row.stem for row in rows]
         assert [row["paper"] for row in table["rows"]] == [
             row.paper.numbers for row in rows
         ]
         seeds = {seed for row in table["rows"] for seed in row["seeds"]}
         known = {row.experiment("small", seed).hash for row in rows for seed in seeds}
-        for file in folder.glob("*/record.json"):
-            config = kept_config(json.loads(file.read_text())["config"])
-            config["train"].setdefault(
-                "ensemble_loss", "mean"
-            )  # what it was before it could be chosen
+        for file in kept.glob(folder, "*/record.json"):
+            record = kept.load(file)
+            assert validate(record["config"]).hash == record["config_hash"]
+            assert record["config_hash"] in file.parent.name
             redone = (
                 "deep-ensemble" in file.parent.name
             )  # rank 1's Table 2: its row now sums the loss over members
-            assert redone or validate(config).hash in known, (
+            assert redone or record["config_hash"] in known, (
                 f"{file} is no row of the table"
             )
             runs += 1

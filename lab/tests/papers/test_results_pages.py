@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 import main_table
 import verdicts
 from slimbayes_lab.configs.files import load, read_tree, row_names
+from slimbayes_lab.report import kept
 from slimbayes_lab.report.record import (
     Evaluation,
     ParameterCounts,
@@ -328,9 +329,9 @@ def test_records_are_taken_from_run_directories_without_the_folders_of_their_mac
     )
     (run / "record.json").write_text(made.model_dump_json())
     main_table.take(tmp_path / "from", tmp_path / "to")
-    kept = read(tmp_path / "to" / "cifar10" / "methods" / "rank-1-normal-3.json")
-    assert kept.seed == 3
-    assert kept.commands == [
+    taken = read(tmp_path / "to" / "cifar10.jsonl" / "methods" / "rank-1-normal-3.json")
+    assert taken.seed == 3
+    assert taken.commands == [
         "slimbayes fit runs/methods/a/config.yaml --out runs/methods/a --data-dir data"
     ]
 
@@ -338,9 +339,7 @@ def test_records_are_taken_from_run_directories_without_the_folders_of_their_mac
 def test_the_rows_are_the_candidates_that_validation_rows_chose() -> None:
     tuned = [
         read(file)
-        for file in sorted(
-            (ROOT / "lab" / "results" / "cifar10" / "tune").glob("*.json")
-        )
+        for file in kept.records(ROOT / "lab" / "results" / "cifar10.jsonl" / "tune")
     ]
 
     def loss(one: Record) -> float:
@@ -392,13 +391,13 @@ def test_no_kept_record_names_a_folder_of_the_machine_that_made_it() -> None:
     """A command is to be run by others, from the root of a checkout."""
     files = [
         file
-        for file in (ROOT / "lab" / "results").rglob("*.json")
-        if '"commands":' in file.read_text()
+        for paper in (ROOT / "lab" / "results").glob("*.jsonl")
+        for file in kept.records(paper)
     ]
     told = {
         word
         for file in files
-        for line in json.loads(file.read_text())["commands"]
+        for line in kept.load(file)["commands"]
         for word in line.split()
     }
     assert files and not [

@@ -442,32 +442,3 @@ def test_rates_fall_at_the_very_step(milestone: float) -> None:
     assert sum(chosen.rate(step, 10) == 1 for step in range(100)) == round(
         100 * milestone
     )
-
-
-def test_a_default_that_has_changed_renames_no_run() -> None:
-    """What BatchEnsemble started from when its runs were named is left out of the hash; what it starts from now is
-    not.
-    """
-    signs, now, open_ = (
-        validate(with_(method={"kind": "BatchEnsemble", "members": 2} | start)).hash
-        for start in (
-            {"mean_init": {"kind": "Signs"}},
-            {"mean_init": {"kind": "Normal", "loc": 1.0, "scale": 0.2}},
-            {},
-        )
-    )
-    assert now == open_ != signs == "61278c15b6da"
-
-
-def test_a_config_of_an_earlier_run_keeps_its_rule() -> None:
-    """Members' losses were averaged before there was a choice: what such a run wrote means that still, a new config of
-    the same words means the sum."""
-    chosen = experiment(method={"kind": "Ensemble", "members": 2})
-    written = chosen.resolved
-    assert validate(written).hash == chosen.hash
-    del written["train"]["ensemble_loss"]
-    earlier = validate(written)
-    assert (
-        earlier.train.ensemble_loss == "mean"
-        and earlier.hash == "628c2730ca4d" != chosen.hash
-    )

@@ -485,10 +485,6 @@ def test_the_rule_of_an_ensembles_loss_is_in_its_hash() -> None:
         for how in ("sum", "mean")
     )
     assert summed.hash == experiment(method=method).hash != mean.hash
-    assert (
-        mean.hash == "628c2730ca4d"
-    )  # as records of the mean were named before there was a choice
-    assert experiment(train={"ensemble_loss": "mean"}).hash == experiment().hash
 
 
 def test_every_schedule_of_the_kl_ends_at_its_weight() -> None:

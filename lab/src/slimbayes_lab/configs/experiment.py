@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -222,22 +221,12 @@ class Experiment(Options):
 
     @property
     def hash(self) -> str:
-        """Names the run: the sha256, shortened, of what differs from the defaults: a later option changes no name."""
-        tree = self.model_dump(mode="json", exclude={"method"}, exclude_defaults=True)
-        tree["method"] = _written(self.method, defaults=False)
-        tree["train"] |= {"noise": self.noise}
-        if self.noise == 1.0:
-            tree["train"].pop(
-                "noise"
-            )  # as it was by default when runs were first named
-        tree["train"].pop("ensemble_loss", None)
-        if tree["method"]["kind"] == "Ensemble" and self.train.ensemble_loss == "sum":
-            tree["train"]["ensemble_loss"] = (
-                "sum"  # the first records are of the mean, and keep their names
-            )
-        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[
-            :12
-        ]
+        """Names the run: the sha256, shortened, of `resolved`."""
+        tree = self.resolved
+        if isinstance(self.method, ByName):  # the first pattern that matches counts
+            tree["method"]["layers"] = list(tree["method"]["layers"].items())
+        written = json.dumps(tree, sort_keys=True).encode()
+        return hashlib.sha256(written).hexdigest()[:12]
 
     @property
     def method_text(self) -> str:
@@ -250,52 +239,10 @@ class Experiment(Options):
         return built.describe()
 
 
-# --- as runs write it down, and what those of before mean ---
-
-# The hash leaves out what was a default when runs were first named by it: another default changes no name.
-_FORMER_DEFAULTS: dict[str, dict[str, Any]] = {
-    "BatchEnsemble": {"mean_init": {"kind": "Signs", "positive": 0.5}}
-}
-
-
-def _written(method: Choice | ByName, defaults: bool = True) -> dict[str, Any]:
+def _written(method: Choice | ByName) -> dict[str, Any]:
+    """A method as the library writes it: what its defaults depend on is settled there."""
     if isinstance(method, ByName):
-        layers = {
-            pattern: _written(one, defaults) for pattern, one in method.layers.items()
-        }
-        # The first pattern that matches counts, but the hash sorts its keys: another order is written down beside them.
-        order = (
-            {}
-            if defaults or list(layers) == sorted(layers)
-            else {"order": list(layers)}
-        )
-        return {"kind": "ByName", "layers": layers} | order
-    # As the method itself writes it: what its defaults depend on is settled there. JSON knows lists only.
-    built = method.build()
-    tree, usual = (
-        json.loads(json.dumps(config.to_dict())) for config in (built, type(built)())
-    )
-    usual |= _FORMER_DEFAULTS.get(tree["kind"], {})
-    return (
-        tree
-        if defaults
-        else {
-            name: value
-            for name, value in tree.items()
-            if name == "kind" or value != usual[name]
-        }
-    )
-
-
-def with_former_rules(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tree with the rules of its time: one that a run has written, which says everything, but not how members' losses
-    join, is from when they were averaged.
-    """
-    train = tree.get("train")
-    if (
-        not isinstance(train, Mapping)
-        or "ensemble_loss" in train
-        or not {"clip", "early_stop", "l2", "form"} <= train.keys()
-    ):
-        return tree
-    return {**tree, "train": {**train, "ensemble_loss": "mean"}}
+        layers = {pattern: _written(one) for pattern, one in method.layers.items()}
+        return {"kind": "ByName", "layers": layers}
+    written: dict[str, Any] = json.loads(json.dumps(method.build().to_dict()))
+    return written

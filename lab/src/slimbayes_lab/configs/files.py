@@ -32,7 +32,7 @@ from pydantic import ValidationError
 from slimbayes.errors import brief, cut, did_you_mean
 from slimbayes.untrusted import DEPTH, read_file
 from slimbayes_lab.configs.choices import describe_faults
-from slimbayes_lab.configs.experiment import FORMAT, Experiment, with_former_rules
+from slimbayes_lab.configs.experiment import FORMAT, Experiment
 from slimbayes_lab.configs.own import fill_in
 from slimbayes_lab.configs.yaml_text import SIZE, YamlError, parse
 
@@ -350,11 +350,7 @@ def validate(tree: Mapping[str, Any], source: str = "the config") -> Experiment:
     try:
         # As JSON, where strict types still take lists for tuples: a number is no truth value, and no text.
         written = json.dumps(
-            _whole(
-                fill_in(
-                    with_former_rules({k: v for k, v in tree.items() if k not in _SIDE})
-                )
-            )
+            _whole(fill_in({k: v for k, v in tree.items() if k not in _SIDE}))
         )
         return Experiment.model_validate_json(written, strict=True)
     except ValidationError as error:

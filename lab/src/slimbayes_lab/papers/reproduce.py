@@ -29,7 +29,6 @@ from slimbayes_lab.execution import Execution
 from slimbayes_lab.finished.diagnose import Case
 from slimbayes_lab.papers.diagnostics import diagnose
 from slimbayes_lab.papers.rows import PaperRow, find
-from slimbayes_lab.papers.status import by_hash
 from slimbayes_lab.papers.table import (
     Numbers,
     Reproduction,
@@ -81,7 +80,6 @@ def reproduce(
     out = out or Path("runs") / "/".join(table.rows[0].name.split("/")[:2])
     claim_folder(out, ("table.md", "table.json", "page.html", "diagnostics"))
     table.write(out)
-    known = by_hash(out)
     asked = [
         (row, seed)
         for row in table.rows
@@ -91,7 +89,7 @@ def reproduce(
     for row, seed in asked:
         watcher.say(f"{row.name}, seed {seed}")
         try:
-            table.results.append(_run(row, seed, out, execution, scale, watcher, known))
+            table.results.append(_run(row, seed, out, execution, scale, watcher))
         except Stopped:
             raise
         except Exception as error:  # whatever it is, the other rows can still be run
@@ -139,21 +137,14 @@ def _run(
     execution: Execution,
     scale: Scale,
     watcher: Watcher,
-    known: Mapping[str, Path],
 ) -> RowResult:
     if not row.trains:
         case = Case(None, 1, seed, row.paper.options, execution)
         found, files = _diagnosed(row, case, out, f"{row.stem}-{seed}", "")
         return RowResult(row, seed, _numbers(found), files=files)
     experiment = row.experiment(scale, seed)
-    folder, former = default_folder(experiment, out), known.get(experiment.hash)
-    if former is not None and not (folder / "record.json").exists():
-        folder = former  # of before the rule of hashes changed
-        watcher.say(
-            f"{former.name} is this row's run: its record holds the same config."
-        )
-    else:
-        fit(experiment, folder, execution, resume=True, watcher=watcher)
+    folder = default_folder(experiment, out)
+    fit(experiment, folder, execution, resume=True, watcher=watcher)
     record = read(folder)
     draws = draws_of(record, row.paper.draws)
     case = Case(folder, draws, seed, row.paper.options, execution)

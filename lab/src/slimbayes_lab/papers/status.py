@@ -1,7 +1,7 @@
 """Which rows of a table have records, at which scale, and why a record that looks like a row's is not.
 
-A record belongs to a row if its hash is the config's, or, where the rule of hashes has changed since, if the config
-that it holds has that hash today. Any other record of the row's name is told with the fields that differ.
+A record belongs to a row if its hash is the config's. Any other record of the row's name is told with the fields that
+differ.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from slimbayes.errors import cut
-from slimbayes.untrusted import parse_json, read_file
 from slimbayes_lab.configs.experiment import Experiment
-from slimbayes_lab.configs.files import ConfigError, Scale, validate
+from slimbayes_lab.configs.files import Scale
 from slimbayes_lab.papers.rows import PaperRow, find, listings, roots
+from slimbayes_lab.report import kept
 from slimbayes_lab.report.record import Record, RecordError, read
 
 SCALES: tuple[Scale, ...] = get_args(Scale)
@@ -30,7 +30,6 @@ class RowStatus:
 
     row: str
     seeds: dict[str, list[int]] = field(default_factory=dict)
-    older: int = 0  # found by their config, under another rule of hashes
     remarks: list[str] = field(default_factory=list)
 
 
@@ -64,10 +63,10 @@ def _tabled(row: PaperRow, folders: Sequence[Path]) -> dict[str, list[int]]:
     """Seeds by scale of a row that trains nothing, from tables that were written."""
     found: dict[str, set[int]] = {}
     for file in sorted(
-        {file for folder in folders for file in folder.glob("**/table.json")}
+        {file for folder in folders for file in kept.glob(folder, "**/table.json")}
     ):
         try:
-            table = parse_json(read_file(file))
+            table = kept.load(file)
             if f"{row.name}/".startswith(f"{table['name']}/"):
                 seeds = {
                     seed
@@ -83,7 +82,7 @@ def _tabled(row: PaperRow, folders: Sequence[Path]) -> dict[str, list[int]]:
 
 def _records(folders: Sequence[Path]) -> Iterable[tuple[Path, Record]]:
     for file in sorted(
-        {file for folder in folders for file in folder.glob("**/*.json")}
+        {file for folder in folders for file in kept.glob(folder, "**/*.json")}
     ):
         if file.name == "record.json" or (
             file.parent in folders and file.name != "table.json"
@@ -94,79 +93,25 @@ def _records(folders: Sequence[Path]) -> Iterable[tuple[Path, Record]]:
                 continue
 
 
-def by_hash(folder: Path) -> dict[str, Path]:
-    """Run directories in a folder by the hash that the config of their record has today."""
-    found = {}
-    for file, record in _records([folder]):
-        present, _ = _present(record)
-        found[present.hash if present else record.config_hash] = file.parent
-    return found
-
-
 def _place(
     wanted: Sequence[tuple[RowStatus, Scale, Experiment]], file: Path, record: Record
 ) -> None:
     """Note a record with the rows whose config it has, or, where there is none, with the one that is nearest."""
-    present, fault = _present(record)
-    own = [
-        one
-        for one in wanted
-        if one[2].hash in (record.config_hash, present and present.hash)
-    ]
-    for status, scale, config in own:
+    own = [one for one in wanted if one[2].hash == record.config_hash]
+    for status, scale, _ in own:
         seeds = status.seeds.setdefault(scale, [])
         if record.seed not in seeds:
             seeds.append(record.seed)
-            status.older += config.hash != record.config_hash
     if own:
         return
-    # With today's defaults on both sides: options that came since do not differ.
-    tree = present.resolved if present else record.config
     alike = [
-        (differences(tree, config.resolved), status) for status, _, config in wanted
+        (differences(record.config, config.resolved), status)
+        for status, _, config in wanted
     ]
     odd, nearest = min(alike, key=lambda one: len(one[0]))
     more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
-    why = (
-        f"its config is not valid any more: {fault}"
-        if fault
-        else f"it differs in {'; '.join(odd[:_SHOWN])}{more}"
-    )
+    why = f"it differs in {'; '.join(odd[:_SHOWN])}{more}"
     nearest.remarks.append(f"{file.parent.name or file.name} is another config: {why}")
-
-
-# Fields that kept records write down and that configs no longer have, with the values that changed nothing.
-_GONE: dict[str, dict[str, Any]] = {
-    "data": {"allow_nonfinite": False},
-    "train": {
-        "ema": None,
-        "alternate": None,
-        "accumulate": 1,
-        "norm_statistics": "shared",
-    },
-    "evaluate": {"drop": 0, "noise": None},
-}
-
-
-def kept_config(written: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a kept record, without fields that are gone and changed nothing."""
-    config = dict(written)
-    for part, gone in _GONE.items():
-        if isinstance(config.get(part), Mapping):
-            config[part] = {
-                name: value
-                for name, value in config[part].items()
-                if name not in gone or value != gone[name]
-            }
-    return config
-
-
-def _present(record: Record) -> tuple[Experiment | None, str]:
-    """The record's own config as it reads today, or what is wrong with it."""
-    try:
-        return validate(kept_config(record.config)), ""
-    except ConfigError as error:
-        return None, cut(" ".join(str(error).split()), most=200)
 
 
 def differences(
@@ -199,10 +144,6 @@ def status(name: str, out: Path | None = None) -> list[str]:
     for row in rows:
         full, small = (_seeds(row.seeds.get(scale, [])) for scale in SCALES)
         lines.append(f"{row.row:<{width}}{full:<24}{small}")
-    if older := sum(row.older for row in rows):
-        lines.append(
-            f"Found by their configs, from before hashes left defaults out: {older}."
-        )
     return lines + [remark for row in rows for remark in row.remarks]
 
 
@@ -214,9 +155,10 @@ def _seeds(seeds: list[int]) -> str:
 
 
 def _results(table: str) -> list[Path]:
-    """Folders of a paper's results beside the experiments: its tables share runs."""
-    found = [root.parent / "results" / table.partition("/")[0] for root in roots()]
-    return list(dict.fromkeys(folder.resolve() for folder in found if folder.is_dir()))
+    """Kept runs of a paper, beside the experiments: its tables share runs."""
+    name = f"{table.partition('/')[0]}.jsonl"
+    found = [root.parent / "results" / name for root in roots()]
+    return list(dict.fromkeys(file.resolve() for file in found if file.is_file()))
 
 
 def overview(folders: Sequence[Path] | None = None) -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from slimbayes_lab.report import kept
 from slimbayes_lab.report.metric import mean, printable, sort_metrics
 from slimbayes_lab.report.record import Evaluation, Record, RecordError, read
 
@@ -85,7 +86,9 @@ def load(runs: Sequence[Path | str]) -> LoadedRuns:
 
 
 def _expand(run: Path) -> list[Path]:
-    """The run itself, or the runs below a directory that is none."""
+    """The run itself, or the runs below a directory that is none, or below a place in a file of kept runs."""
+    if kept.is_kept(run) and run.suffix != ".json":
+        return kept.records(run) or [run]
     if run.is_dir() and not (run / "record.json").exists():
         return sorted(file.parent for file in run.rglob("record.json")) or [run]
     return [run]

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, ValidationEr
 from slimbayes.errors import brief, cut
 from slimbayes.files import write_bytes
 from slimbayes.untrusted import parse_json, read_file
+from slimbayes_lab.report import kept
 
 FORMAT = 1
 _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"}\n')
@@ -179,6 +180,8 @@ def write(file: Path, record: Record) -> None:
 def read(run: Path | str) -> Record:
     """The record of a run directory, or of a JSON file; one that was changed since it was written is refused.
 
+    Runs that are kept in one file (report/kept.py) have no seal.
+
     Example:
         >>> read("/nowhere")
         Traceback (most recent call last):
@@ -188,8 +191,8 @@ def read(run: Path | str) -> Record:
     path = Path(run)
     file = path if path.suffix == ".json" else path / "record.json"
     try:
-        raw = read_file(file)
-        data = parse_json(raw)
+        raw = None if kept.is_kept(file) else read_file(file)
+        data = kept.load(file) if raw is None else parse_json(raw)
     except OSError as error:
         raise RecordError(f"{file} cannot be read: {error.strerror}.") from error
     except ValueError as error:
@@ -204,7 +207,7 @@ def read(run: Path | str) -> Record:
         raise RecordError(
             f"{file} has format {brief(data['format'])}, made by a newer slimbayes; this one reads up to {FORMAT}."
         )
-    if isinstance(data, dict):
+    if raw is not None and isinstance(data, dict):
         _check_seal(data.pop("sha256", None), raw, file)
     try:
         return Record.model_validate(data)
