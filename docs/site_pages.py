@@ -25,8 +25,8 @@ TITLES = {
     "extending": "Extending, and what goes wrong",
 }
 MODULES = (
-    "plot", "decisions", "metrics", "diagnostics", "data", "models", "sklearn", "contrib.transformers",
-    "contrib.lightning",
+    "slimbayes.plot", "slimbayes.decisions", "slimbayes.metrics", "slimbayes.diagnostics", "slimbayes.sklearn",
+    "slimbayes.contrib.transformers", "slimbayes.contrib.lightning", "slimbayes_lab.data", "slimbayes_lab.models",
 )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def grouped_names() -> dict[str, list[str]]:
         package = module.split(".")[1] if "." in module else ""
         if package:
             groups[package if package in TITLES else "extending"].append(name)
-        elif name not in (module.partition(".")[0] for module in MODULES):
+        elif name not in (module.split(".")[1] for module in MODULES):
             groups["extending"].append(name)
     return groups
 
@@ -75,7 +75,7 @@ def names_of_module(module: str) -> list[str]:
     return [
         name for name, value in found.items()
         if (inspect.isclass(value) or inspect.isfunction(value))
-        and (value.__module__ == module if "." in module.removeprefix("slimbayes.") else
+        and (value.__module__ == module if "." in module.partition(".")[2] else
              value.__module__.startswith(module) or name in public_names(Path(str(loaded.__file__))))
     ]  # fmt: skip
 
@@ -88,8 +88,8 @@ def write_api(folder: Path) -> None:
         pages[group] = _titled(
             TITLES[group], [entry("slimbayes", name) for name in names]
         )
-    for module in MODULES:
-        name = f"slimbayes.{module}"
+    for name in MODULES:
+        module = name.partition(".")[2]
         entries = [f".. automodule:: {name}\n   :no-members:\n   :no-index:\n"]
         pages[module] = _titled(
             name, entries + [entry(name, one) for one in names_of_module(name)]
