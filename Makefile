@@ -107,7 +107,7 @@ gallery: .venv/ready
 
 # What `make build` made, each installed in a fresh environment and used outside of the checkout; needs the network.
 release-check: .venv/ready
-	$(RUN) tests/installed.py $(TORCH) dist/*.whl dist/*.tar.gz
+	$(RUN) lab/tests/installed.py $(TORCH) dist
 
 .venv/docs: .venv/ready
 	$(RUN) -m pip install --quiet --no-build-isolation --editable ".[docs]"

@@ -1,6 +1,6 @@
 """Configs, records and checkpoints that somebody else wrote: they work, or are refused in few words and little time.
 
-tests/corpus has what once failed, and refusals.json what each is told. The fuzzers below make more: the same cases each
+lab/tests/corpus has what once failed, and refusals.json what each is told. The fuzzers below make more: the same cases each
 time, a few hundred of each kind; SLIMBAYES_FUZZ=10000 makes so many new ones.
 """
 
